@@ -1,0 +1,156 @@
+"""The command line: `roll-td check CONFIG` and `roll-td run CONFIG`, with key=value overrides."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from roll_td.config.base import JobSize, WorkerConfig
+from roll_td.config.classes import check_class
+from roll_td.config.load import Checked, check_config
+from roll_td.config.schema import Problem
+from roll_td.placement import (
+    RolePlacement,
+    WorldLayout,
+    place,
+    placement_table,
+    planned_places,
+    world_layout,
+)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `check` finds."""
+
+    size: JobSize | None
+    """How many ranks to start; None if it can't be told."""
+    table: str
+    """The placement; empty if there is none."""
+    warnings: tuple[str, ...]
+    """What is allowed but slow."""
+    problems: tuple[Problem, ...]
+    """What keeps the config from running."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; the exit status is 0 if all is well, 1 for problems, 2 for wrong usage."""
+    arguments = _parser().parse_args(argv)
+    command: Callable[[str, list[str]], int] = arguments.command
+    return command(arguments.config, arguments.overrides)
+
+
+def check(config: str, overrides: Sequence[str]) -> Report:
+    """Everything that can be told of a config without starting a rank."""
+    checked = check_config(config, overrides)
+    problems = [*checked.problems, *_class_problems(checked)]
+    if checked.size is None:
+        return Report(None, "", (), tuple(problems))
+    size = checked.size
+    places = planned_places(size.num_nodes, size.num_gpus_per_node, size.num_cpu_ranks_per_node)
+    layout = world_layout(places, size.num_nodes, size.num_gpus_per_node)
+    placements, misplaced = _place_all(checked.roles, layout)
+    warnings = [w for p in placements for w in p.warnings]
+    table = placement_table(placements, layout)
+    return Report(size, table, (*layout.warnings, *warnings), (*problems, *misplaced))
+
+
+def _place_all(
+    roles: Mapping[str, WorkerConfig], layout: WorldLayout
+) -> tuple[list[RolePlacement], list[Problem]]:
+    placements, problems = [], []
+    for section, role in roles.items():
+        try:
+            placements.append(place(role.name or section, role, layout))
+        except ValueError as error:
+            rule, _, fix = str(error).partition("; ")
+            problems.append(Problem(section, "", rule, fix))
+    return placements, problems
+
+
+def _class_problems(checked: Checked) -> list[Problem]:
+    """Worker classes that are missing or can't be found."""
+    problems = []
+    for section, role in checked.roles.items():
+        key, path = f"{section}.worker_cls", role.worker_cls
+        if not path and not checked.roles_are_final:
+            continue
+        if not path:
+            fix = "set the dotted path of the Worker class"
+            problems.append(Problem(key, "", "is missing", fix))
+            continue
+        try:
+            check_class(path)
+        except ValueError as error:
+            rule, _, fix = str(error).rpartition("; ")
+            problems.append(Problem(key, repr(path), rule, fix))
+    return problems
+
+
+def _check(config: str, overrides: list[str]) -> int:
+    report = check(config, overrides)
+    if report.table:
+        print(report.table)
+    if report.size is not None:
+        hedge = "as far as the config can be read, " if report.problems else ""
+        print(f"\n{hedge}{_ranks_to_start(report.size)}")
+    for warning in report.warnings:
+        print(f"warning: {warning}")
+    if report.problems:
+        print(f"\n{_problem_text(config, report.problems)}")
+    return 1 if report.problems else 0
+
+
+def _run(config: str, overrides: list[str]) -> int:
+    report = check(config, overrides)
+    for warning in report.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    if report.problems or report.size is None:
+        print(_problem_text(config, report.problems), file=sys.stderr)
+        return 1
+    if report.size.num_nodes > 1:
+        print(
+            f"num_nodes={report.size.num_nodes}: run starts the ranks of one machine; "
+            f"use torchrun or srun on each node. {_ranks_to_start(report.size)}",
+            file=sys.stderr,
+        )
+        return 2
+    from launch.local import run_local
+
+    return run_local(config, overrides, report.size.ranks_per_node)
+
+
+def _ranks_to_start(size: JobSize) -> str:
+    total = size.num_nodes * size.ranks_per_node
+    nodes = f"{size.ranks_per_node} on each of {size.num_nodes} nodes: "
+    return (
+        f"ranks to start: {total} ({nodes if size.num_nodes > 1 else ''}"
+        f"{size.num_gpus_per_node} device and {size.num_cpu_ranks_per_node} CPU ranks a node)"
+    )
+
+
+def _problem_text(config: str, problems: Sequence[Problem]) -> str:
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    return "\n".join([f"{config}: {count}", *(f"  {problem}" for problem in problems)])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="roll-td", description="Pipelines on torch.distributed")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, function, text in (
+        ("check", _check, "print the placement and every problem of a config; starts nothing"),
+        ("run", _run, "check a config, then start its ranks on this machine"),
+    ):
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("config", metavar="CONFIG", help="YAML file")
+        command.add_argument(
+            "overrides", nargs="*", metavar="key=value", help="changes to the config"
+        )
+        command.set_defaults(command=function)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""Columns of a DataProto: their types, and what is done to one column at a time."""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Objects = np.ndarray[Any, np.dtype[np.object_]]
+Column = Tensor | Objects
+
+TOKEN_COLUMNS = frozenset(
+    {
+        "input_ids",
+        "response_mask",
+        "labels",
+        "log_probs",
+        "old_log_probs",
+        "ref_log_probs",
+        "infer_log_probs",
+        "values",
+        "token_level_rewards",
+        "advantages",
+        "returns",
+        "weight_version",
+    }
+)
+
+
+def pad_value(name: str) -> int:
+    """What fills a token column beyond a row's length: -100 for labels, else 0."""
+    return -100 if name == "labels" else 0
+
+
+def tensor_rows(key: str, value: Any) -> int:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"batch[{key!r}] is a {type(value).__name__}: want a tensor")
+    if value.ndim == 0:
+        raise ValueError(f"tensor {key!r} has no dimension: want rows first; or use meta_info")
+    return len(value)
+
+
+def object_column(key: str, values: Any) -> Objects:
+    """A 1-D object array of the rows of a list or array; nested sequences stay one object."""
+    if not isinstance(values, np.ndarray | list):
+        raise TypeError(
+            f"column {key!r} is a {type(values).__name__}: want a tensor, an array or a list, one "
+            "entry a row; put what belongs to the whole batch into meta_info"
+        )
+    if isinstance(values, np.ndarray) and values.ndim < 2:
+        if values.ndim == 0:
+            raise ValueError(f"array {key!r} has no dimension: want rows; or use meta_info")
+        return values.astype(object, copy=False)
+    column = np.empty(len(values), dtype=object)
+    for row, value in enumerate(values):
+        column[row] = value
+    return column
+
+
+def map_leaves(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    """Copy nested dicts, lists and tuples, with `leaf` applied to everything else."""
+    if isinstance(value, dict):
+        copied = copy.copy(value)
+        copied.update((key, map_leaves(v, leaf)) for key, v in value.items())
+        return copied
+    if isinstance(value, list):
+        return [map_leaves(v, leaf) for v in value]
+    if isinstance(value, tuple):
+        items = [map_leaves(v, leaf) for v in value]
+        return value._make(items) if hasattr(value, "_make") else tuple(items)
+    return leaf(value)
+
+
+def map_column(column: Column, leaf: Callable[[Any], Any]) -> Column:
+    if isinstance(column, Tensor):
+        moved: Tensor = leaf(column)
+        return moved
+    mapped = np.empty(len(column), dtype=object)
+    for row, value in enumerate(column):
+        mapped[row] = map_leaves(value, leaf)
+    return mapped
+
+
+def compact(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
+        return leaf.clone() if leaf.untyped_storage().nbytes() > leaf.nbytes else leaf
+    return leaf
+
+
+def same_values(a: Any, b: Any) -> bool:
+    """Equal by value, through containers, arrays and tensors; NaN equals NaN."""
+    if a is b:
+        return True
+    if any(isinstance(a, t) != isinstance(b, t) for t in (Tensor, np.ndarray, dict, list, tuple)):
+        return False
+    if isinstance(a, Tensor | np.ndarray):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return False
+        if isinstance(a, np.ndarray):
+            return same_values(a.tolist(), b.tolist())
+        b = b.to(a.device)
+        return bool(((a == b) | ((a != a) & (b != b))).all())
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same_values(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same_values, a, b))
+    return bool(a == b or (a != a and b != b))
+
+
+def join(key: str, columns: Sequence[Column], has_lengths: bool) -> Column:
+    """Concatenate one column's parts, padding a token column to its widest part."""
+    tensors = [column for column in columns if isinstance(column, Tensor)]
+    if len({str(column.dtype) for column in columns}) > 1:
+        dtypes = [str(column.dtype) for column in columns]
+        raise ValueError(f"concat: {key!r} has dtypes {dtypes}: convert the parts to one")
+    if not tensors:
+        return np.concatenate(columns)
+    if has_lengths and key in TOKEN_COLUMNS and all(tensor.ndim > 1 for tensor in tensors):
+        width = max(tensor.shape[1] for tensor in tensors)
+        tensors = [_widen(tensor, width, pad_value(key)) for tensor in tensors]
+    if len({tensor.shape[1:] for tensor in tensors}) > 1:
+        shapes = [list(tensor.shape) for tensor in tensors]
+        raise ValueError(
+            f"concat: {key!r} has shapes {shapes}: parts may differ in rows only; token columns "
+            "are padded if there is a column `lengths`"
+        )
+    return torch.cat(tensors)
+
+
+def _widen(tensor: Tensor, width: int, fill: int) -> Tensor:
+    if tensor.shape[1] == width:
+        return tensor
+    wide = tensor.new_full((len(tensor), width, *tensor.shape[2:]), fill)
+    wide[:, : tensor.shape[1]] = tensor
+    return wide

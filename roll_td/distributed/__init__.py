@@ -1,0 +1,1 @@
+"""Ranks, their environment, and the groups they form."""

@@ -1,0 +1,47 @@
+"""What differs by hardware, in one object: `current_platform`."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+
+class Platform:
+    """The accelerator of this process; the CPU stands in where there is none."""
+
+    def __init__(self) -> None:
+        self.device_type: str = "cuda" if torch.cuda.is_available() else "cpu"
+
+    @property
+    def backend(self) -> str:
+        """The torch.distributed backend of a role's process groups."""
+        return "cpu:gloo,cuda:nccl" if self.device_type == "cuda" else "gloo"
+
+    def device(self, local_rank: int) -> torch.device:
+        """The device of a device rank. Where a launcher shows each rank its own GPU
+        only, that GPU is number 0 whatever the local rank."""
+        if self.device_type == "cpu":
+            return torch.device("cpu")
+        return torch.device("cuda", 0 if torch.cuda.device_count() == 1 else local_rank)
+
+    def use(self, device: torch.device) -> None:
+        """Make `device` the current one of this thread."""
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+
+    def empty_cache(self) -> None:
+        """Free what the caching allocator holds."""
+        if self.device_type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def physical_device(local_rank: int) -> str | None:
+    """The physical device behind a local one, from CUDA_VISIBLE_DEVICES; None if unset."""
+    visible = [d for d in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if d]
+    if not visible:
+        return None
+    return visible[0] if len(visible) == 1 else (visible + ["?"] * (local_rank + 1))[local_rank]
+
+
+current_platform = Platform()
