@@ -217,7 +217,7 @@ def _base_problems(fields: Mapping[str, Any], roles: Mapping[str, WorkerConfig])
     given = {name: value for name, value in fields.items() if name in _BASE_FIELDS}
     given |= {section.replace(".", "__"): role for section, role in roles.items()}
     try:
-        _roles_class(tuple(given.keys() - _BASE_FIELDS))(**given)
+        _roles_class(tuple(name for name in given if name not in _BASE_FIELDS))(**given)
     except ConfigError as error:
         return error.problems
     return []

@@ -219,6 +219,6 @@ def _integer(env: Mapping[str, str], key: str, default: int | None = None) -> in
     if text is None and default is not None:
         return default
     if text is None or not re.fullmatch(r"-?\d+", text):
-        given = "is not set" if text is None else f"={text!r} is not a whole number"
-        raise ValueError(f"{key} {given}; the launcher must set it to a number")
+        given = f"{key} is not set" if text is None else f"{key}={text!r} is not a whole number"
+        raise ValueError(f"{given}; the launcher must set it to a number")
     return int(text)

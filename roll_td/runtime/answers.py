@@ -1,0 +1,180 @@
+"""A rank's answers: a result as a head and bytes, and the bytes until they have arrived."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from roll_td.protocol import TOKEN_COLUMNS, DataProto
+from roll_td.runtime.transport import Ranks, Transport, Work
+from roll_td.runtime.wire import (
+    INLINE_BYTES,
+    Batch,
+    Place,
+    as_bytes,
+    dumps,
+    find_unpicklable,
+    tensors_of,
+)
+
+Lengths = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Doing:
+    """What a thread of the rank is doing, for an error report."""
+
+    role: str
+    worker: int | None
+    method: str
+
+
+@dataclass
+class Unfetched:
+    """An answer's buffers, kept until they have arrived."""
+
+    buffers: list[torch.Tensor]
+    shared: list[bool]
+    """Whether the worker may still write into the buffer."""
+    group: Ranks
+    works: list[Work] | None = None
+    nbytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.nbytes = sum(b.numel() for b in self.buffers)
+
+
+class Outbox:
+    """Answers that the driver has not got yet, by command. Its user holds a lock."""
+
+    def __init__(self, transport: Transport, driver_rank: int):
+        self._transport, self._driver_rank = transport, driver_rank
+        self._answers: dict[int, Unfetched] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(a.nbytes for a in self._answers.values())
+
+    def put(self, number: int, answer: Unfetched) -> None:
+        self._answers[number] = answer
+
+    def send(self, number: int) -> None:
+        """The driver waits for the bytes: send them."""
+        answer, tag = self._answers[number], number & 0x7FFFFFFF
+        answer.works = [
+            self._transport.isend(b, self._driver_rank, answer.group, tag) for b in answer.buffers
+        ]
+
+    def free(self, number: int) -> None:
+        """The bytes have arrived."""
+        for work in self._answers.pop(number).works or ():
+            work.wait()
+
+    @property
+    def may_settle(self) -> bool:
+        """Whether no bytes are under way that a worker may still write into."""
+        return not any(a.works is not None and any(a.shared) for a in self._answers.values())
+
+    def settle(self) -> None:
+        """Copy what a worker may still write into, so that an answer stays as it was given."""
+        for answer in self._answers.values():
+            if answer.works is None and any(answer.shared):
+                pairs = zip(answer.buffers, answer.shared, strict=True)
+                answer.buffers = [b.clone() if shared else b for b, shared in pairs]
+                answer.shared = [False] * len(answer.buffers)
+
+
+@dataclass
+class Given:
+    """What of an argument says how long the rows of the result are."""
+
+    lengths: Lengths | None
+    width: int | None
+    """T of its token columns."""
+
+    @classmethod
+    def of(cls, data: DataProto) -> Given:
+        width = _width(data)
+        has_lengths = data.batch is not None and "lengths" in data.batch and width is not None
+        return cls(data["lengths"].numpy().copy() if has_lengths else None, width)
+
+    def lengths_for(self, result: DataProto) -> Lengths | None:
+        """The lengths, if the result has the same rows; other widths are other tokens."""
+        if self.lengths is None or len(self.lengths) != len(result):
+            return None
+        return self.lengths if _width(result) == self.width else None
+
+
+def _width(data: DataProto) -> int | None:
+    """T of the token columns; None where there are none, or they differ."""
+    columns = {} if data.batch is None else dict(data.batch.items())
+    widths = {t.shape[1] for n, t in columns.items() if n in TOKEN_COLUMNS and t.dim() >= 2}
+    return int(widths.pop()) if len(widths) == 1 else None
+
+
+def dump_result(value: Any, whole: Any, doing: Doing) -> tuple[bytes, list[torch.Tensor]]:
+    """`dumps` of a part of the result `whole`; a TypeError that names what can't be pickled."""
+    try:
+        return dumps(value)
+    except Exception as error:
+        raise TypeError(
+            f"{doing.role}.{doing.method} (worker {doing.worker}) gave what can't be sent to the "
+            f"driver: {find_unpicklable(whole, 'result')}: {error}. Give plain data; keep locks, "
+            "files and functions in the worker"
+        ) from error
+
+
+@dataclass
+class Encoded:
+    """A result, ready to travel."""
+
+    kind: str
+    spec: tuple[Any, ...]
+    inline: list[memoryview]
+    sent: list[torch.Tensor]
+    shared: list[bool]
+    """Of each of `sent`, whether the worker may still write into it."""
+
+
+def encode(result: Any, given: Given, doing: Doing) -> Encoded:
+    """A result as what an ANSWER carries. Copies only what is packed or not in main memory."""
+    front: tuple[Any, ...]
+    back: tuple[Any, ...] = ()
+    if isinstance(result, DataProto):
+        if any(t.device.type != "cpu" for t in tensors_of(result).values()):
+            result = result.to("cpu")
+        batch = Batch(result, given.lengths_for(result))
+        objects = (result.non_tensor_batch, result.meta_info)
+        skeleton, raw = dump_result(objects, result, doing)
+        take, sources = batch.take(slice(None)), list(batch.tensors.values())
+        buffers = [take(i) for i in range(len(sources))]
+        lengths = None
+        if any(c.packed for c in batch.columns) and "lengths" not in batch.tensors:
+            lengths = np.asarray(batch.lengths, dtype=np.int64).tobytes()
+        rest = pickle.dumps((skeleton, [bytes(as_bytes(b).numpy()) for b in raw], lengths), 5)
+        kind, front, back = "batch", (batch.columns, batch.num_rows), (rest,)
+    else:
+        skeleton, sources = dump_result(result, result, doing)
+        buffers = [as_bytes(b) for b in sources]
+        kind, front = "value", (skeleton,)
+    sizes = tuple(b.numel() for b in buffers)
+    places = tuple(Place.INLINE if s < INLINE_BYTES else Place.SENT for s in sizes)
+    inline = [
+        memoryview(b.numpy())
+        for b, place in zip(buffers, places, strict=True)
+        if place is Place.INLINE and b.numel()
+    ]
+    sent = [i for i, place in enumerate(places) if place is Place.SENT]
+    shared = [_same_memory(buffers[i], sources[i]) for i in sent]
+    spec = (*front, sizes, places, *back)
+    return Encoded(kind, spec, inline, [buffers[i] for i in sent], shared)
+
+
+def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.device == b.device and (
+        a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    )

@@ -1,0 +1,305 @@
+"""The driver: one ordered command log, and what becomes of each command.
+
+`post` numbers a command and sends it to its ranks under one lock, so that every rank sees the
+log in one order. A command waits only for earlier ones: the lowest unfinished one can always
+finish. The io thread hears the ranks; the landing thread waits for bytes of answers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import queue
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from roll_td.placement import WorldLayout
+from roll_td.runtime.control import Frame, Kind
+from roll_td.runtime.failure import Cause, WorkerError
+from roll_td.runtime.landing import Answer, Landing
+from roll_td.runtime.outgoing import Outgoing, Sending
+from roll_td.runtime.trace import TraceWriter
+from roll_td.runtime.transport import Ranks, Transport, Work
+from roll_td.runtime.wire import loads
+
+_current: Driver | None = None
+
+
+def current_driver() -> Driver:
+    """The driver of this process; a ValueError outside a job."""
+    if _current is None:
+        raise ValueError(
+            "there is no job here: Clusters and Pipelines live in one. Start it with "
+            "`roll-td run CONFIG`, `torchrun … -m roll_td CONFIG` or `python -m roll_td CONFIG`"
+        )
+    return _current
+
+
+class Call:
+    """A command under way: its answers, and at the end its landing."""
+
+    def __init__(self, number: int, role: str, method: str, group: Ranks):
+        self.number, self.role, self.method, self.group = number, role, method, group
+        self.homes: tuple[int, ...] = ()
+        self.owned: tuple[int, ...] = ()
+        self.answering: tuple[int, ...] = ()
+        self.join = False
+        self.answers: dict[int, Answer] = {}
+        self.landing: Landing | None = None
+        self.done = threading.Event()
+        self.posted_s = time.time()
+
+
+class Driver:
+    """The state of the log. Frames come by `on_frame`, from one io thread."""
+
+    def __init__(
+        self,
+        layout: WorldLayout,
+        hub: Any,
+        transport: Transport,
+        fail: Callable[[Cause], None],
+        places: Sequence[Any],
+        seed: int = 0,
+        transfer_timeout_s: float = 1800.0,
+    ):
+        self.layout, self.hub, self.transport = layout, hub, transport
+        self.fail, self.places, self.seed = fail, places, seed
+        self.transfer_timeout_s = transfer_timeout_s
+        self.step = 0
+        self.trace: TraceWriter | None = None
+        self.failed: Cause | None = None
+        self.pickled = 0
+        self.sending = Sending(transport)
+        self._log = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._request_ids = itertools.count(1)
+        self._calls: dict[int, Call] = {}
+        self._gangs: dict[tuple[int, int, int], tuple[Ranks, set[int]]] = {}
+        # (command, parcel, member) -> the gang and who has come; all members share one entry
+        self._replies: dict[int, queue.SimpleQueue[Any]] = {}
+        self._counts: defaultdict[tuple[str, str, int], int] = defaultdict(int)
+        self._running: dict[int, dict[int, str]] = defaultdict(dict)
+        self._ended = False
+        self._landings: queue.SimpleQueue[tuple[Call, list[Work]] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._guard, args=(self._land,), daemon=True).start()
+
+    def install(self) -> None:
+        """Make this the driver that Clusters find."""
+        global _current
+        _current = self
+
+    def _guard(self, body: Callable[[], None]) -> None:
+        """An exception in a thread of ours ends the job; by itself it would end only the thread."""
+        try:
+            body()
+        except BaseException as error:  # the driver's edge
+            self.fail(Cause.of(error, "driver", self.transport.rank))
+
+    # --- the log ---------------------------------------------------------------------------
+
+    def count_call(self, role: str, method: str) -> int:
+        """How often this method was called in this step before."""
+        key = (role, method, self.step)
+        self._counts[key] += 1
+        return self._counts[key] - 1
+
+    def post(
+        self,
+        op: str,
+        body: dict[str, Any],
+        call: Call,
+        ranks: Sequence[int],
+        parcels: Sequence[Outgoing] = (),
+        gang: Ranks = (),
+    ) -> Call:
+        """Number a command and send it to `ranks`; parcels go to their receivers."""
+        per_rank: defaultdict[int, list[Outgoing]] = defaultdict(list)
+        for outgoing in parcels:
+            for rank in outgoing.parcel.receivers:
+                per_rank[rank].append(outgoing)
+        with self._log:
+            call.number = number = next(self._numbers)
+            head = pickle.dumps((number, op, body), 5)
+            self.pickled += 1
+            self._calls[number] = call
+            self._expect_gang(number, -1, gang)
+            for outgoings in per_rank.values():
+                self._register(number, outgoings, call.group)
+            for rank in ranks:
+                mine = per_rank.get(rank, [])
+                own = pickle.dumps([o.parcel for o in mine], 5) if mine else b""
+                inline = [chunk for o in mine for chunk in o.inline()]
+                self.hub.sender(rank).send(Kind.COMMAND, head, own, inline)
+                self._running[rank][number] = f"{call.role}.{call.method}"
+            if call.owned:
+                hold = pickle.dumps((number, "hold", {}), 5)
+                for rank in call.owned:
+                    self.hub.sender(rank).send(Kind.COMMAND, hold)
+        return call
+
+    def _register(self, number: int, parcels: list[Outgoing], group: Ranks) -> None:
+        """Expect what the first receiver of each parcel will say. A rank counts its own parcels;
+        those of one gang have the same count on all of its members."""
+        for index, outgoing in enumerate(parcels):
+            receivers = outgoing.parcel.receivers
+            if (number, index, receivers[-1]) not in self._gangs and outgoing.parcel.fan_out:
+                self._expect_gang(number, index, receivers)
+            if any(outgoing.parcel.places):
+                self.sending.offer((number, receivers[0] << 8 | index), outgoing, group)
+
+    # --- what the ranks say ------------------------------------------------------------------
+
+    def on_frame(self, rank: int, frame: Frame | None) -> None:
+        """Handle a frame of a rank; None is its death, unless the job has ended."""
+        if frame is None:
+            if not self._ended:
+                self.fail(self._death(rank))
+            return
+        if frame.kind is Kind.ANSWER:
+            number, worker, kind, spec, times = frame.load()
+            self._answer(number, Answer(worker, rank, kind, spec, times, frame.inline))
+        elif frame.kind is Kind.READY:
+            number, index = frame.load()
+            self.sending.ready((number, rank << 8 | index))
+        elif frame.kind is Kind.ACK:
+            number, index = frame.load()
+            self.sending.arrived((number, rank << 8 | index))
+        elif frame.kind is Kind.AT:
+            self._at(rank, frame.load())
+        elif frame.kind is Kind.REPLY:
+            request, _, kind, skeleton, raw = frame.load()
+            if request in self._replies:
+                self._replies[request].put((kind, skeleton, raw))
+        elif frame.kind is Kind.ERROR:
+            self.fail(frame.load())
+        elif frame.kind is Kind.SIGNAL:
+            name, at, host = frame.load()
+            text = f"the job was told to end by {name}"
+            self.fail(Cause("signal", "", None, at, host, name, text, time.time()))
+
+    def _death(self, rank: int) -> Cause:
+        host = self.places[rank].host
+        doing = ", ".join(self._running[rank].values()) or "nothing"
+        text = (
+            f"rank {rank} died without a word (killed, out of memory, or a crash in native "
+            f"code); commands it had not answered: {doing}"
+        )
+        return Cause("death", "", None, rank, host, doing, text, time.time())
+
+    def _expect_gang(self, number: int, index: int, members: Ranks) -> None:
+        gang: tuple[Ranks, set[int]] = (members, set())
+        for member in members:
+            self._gangs[number, index, member] = gang
+
+    def _at(self, rank: int, key: tuple[int, int]) -> None:
+        """A gang starts when all of its members have come to it."""
+        members, here = self._gangs[(*key, rank)]
+        here.add(rank)
+        if len(here) == len(members):
+            for member in members:
+                del self._gangs[(*key, member)]
+                self.hub.sender(member).send(Kind.GO, pickle.dumps(key, 5))
+
+    def _answer(self, number: int, answer: Answer) -> None:
+        call = self._calls[number]
+        call.answers[answer.worker] = answer
+        self._running[answer.rank].pop(number, None)
+        if len(call.answers) < len(call.homes):
+            return
+        del self._calls[number]
+        for rank in call.owned:
+            self.hub.sender(rank).send(Kind.RELEASE, pickle.dumps(number))
+        answers = [call.answers[w] for w in call.answering]
+        call.landing = Landing(answers, call.join)
+        works = call.landing.receive(self.transport, call.group, number & 0x7FFFFFFF)
+        for a in answers:
+            if a.is_sent:
+                self.hub.sender(a.rank).send(Kind.SEND, pickle.dumps(number))
+        if works:
+            self._landings.put((call, works))
+        else:
+            self._finish(call)
+
+    def _land(self) -> None:
+        while (item := self._landings.get()) is not None:
+            call, works = item
+            for work in works:
+                work.wait()
+            assert call.landing is not None
+            for answer in call.landing.answers:
+                if answer.is_sent:
+                    self.hub.sender(answer.rank).send(Kind.GOT, pickle.dumps(call.number))
+            self._finish(call)
+
+    def _finish(self, call: Call) -> None:
+        call.done.set()
+        if self.trace is None:
+            return
+        name = f"{call.role}.{call.method}"
+        end = time.time()
+        self.trace.async_span(
+            name, call.role, self.layout.driver_rank, 0, call.number, call.posted_s, end, call.role
+        )
+        for answer in call.answers.values():
+            received, started, here, ended = answer.times
+            args = {"command": call.number, "queued_s": started - received, "data_s": here - started}
+            self.trace.span(name, call.role, answer.rank, 1, started, ended, call.role, args)
+
+    # --- waiting -------------------------------------------------------------------------------
+
+    def wait(self, call: Call) -> Landing:
+        """Block until the call has landed. A failure ends the job: then nothing returns."""
+        call.done.wait()
+        if self.failed is not None:
+            raise WorkerError(self.failed.render())
+        assert call.landing is not None
+        return call.landing
+
+    def on_failure(self, cause: Cause) -> None:
+        """Where the job is threads of one process: every waiting call raises."""
+        self.failed = self.failed or cause
+        for call in list(self._calls.values()):
+            call.done.set()
+        for replies in list(self._replies.values()):
+            replies.put(("failed", b"", []))
+
+    def request(self, rank: int, cluster: str, method: str, args: Any, kwargs: Any) -> Iterator[Any]:
+        """Call a request method of the worker on `rank`; yields what it gives."""
+        number = next(self._request_ids)
+        replies: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._replies[number] = replies
+        head = pickle.dumps((number, cluster, method, args, kwargs, True), 5)
+        self.hub.sender(rank).send(Kind.REQUEST, head)
+        return self._stream(number, replies)
+
+    def _stream(self, number: int, replies: queue.SimpleQueue[Any]) -> Iterator[Any]:
+        while True:
+            kind, skeleton, raw = replies.get()
+            if kind == "failed":
+                assert self.failed is not None
+                raise WorkerError(self.failed.render())
+            if kind != "end":
+                buffers = [torch.frombuffer(bytearray(b or b"\0"), dtype=torch.uint8) for b in raw]
+                buffers = [b[: len(r)] for b, r in zip(buffers, raw, strict=True)]
+                yield loads(skeleton, buffers)
+            if kind != "item":
+                del self._replies[number]
+                return
+
+    def drain(self) -> None:
+        """Wait until every posted command has finished."""
+        for call in list(self._calls.values()):
+            self.wait(call)
+
+    def end(self) -> None:
+        """Tell every rank that the job is over."""
+        self._ended = True
+        self._landings.put(None)
+        for rank in range(len(self.layout.slots)):
+            self.hub.sender(rank).send(Kind.END, b"")

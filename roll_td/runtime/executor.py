@@ -1,0 +1,349 @@
+"""The executor: a rank's end of the command log, and the workers that live on the rank.
+
+The main thread takes commands in order, one at a time. The reader thread (`on_frame`) queues
+them, and at once does what must not wait: start a gang, send an answer's bytes, free them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import pickle
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from roll_td.config.classes import import_class
+from roll_td.distributed.topology import mesh_shape
+from roll_td.platform import current_platform, physical_device
+from roll_td.runtime.answers import Doing, Given, Outbox, Unfetched, dump_result, encode
+from roll_td.runtime.arrivals import Arrivals, Command
+from roll_td.runtime.control import Frame, Kind, Sender
+from roll_td.runtime.failure import Cause
+from roll_td.runtime.seeding import seed_command
+from roll_td.runtime.transport import Ranks, Transport
+from roll_td.runtime.wire import as_bytes
+from roll_td.runtime.worker import WorkerContext
+
+OUTBOX_BYTES = 1024**3
+"""Bytes of unfetched answers beyond which a rank starts no further command."""
+
+_IDLE = Doing("", None, "")
+
+
+@dataclass
+class _Seated:
+    """A worker of this rank."""
+
+    worker: Any
+    role: str
+    rank: int
+    """Its rank in the role."""
+    data_group: Ranks
+
+
+class Executor:
+    """Carries out the commands of one rank."""
+
+    def __init__(
+        self,
+        rank: int,
+        host: str,
+        link: Sender,
+        transport: Transport,
+        driver_rank: int,
+        device: torch.device,
+        local_rank: int,
+        on_error: Callable[[Cause], None],
+    ):
+        self.rank, self.host, self.link, self.transport = rank, host, link, transport
+        self.driver_rank, self.device, self.local_rank = driver_rank, device, local_rank
+        self.on_error = on_error
+        self._changed = threading.Condition(threading.RLock())
+        # all below is guarded by it
+        self._queue: deque[Command] = deque()
+        self._workers: dict[str, _Seated] = {}
+        self._go: set[tuple[int, int]] = set()
+        self._released: set[int] = set()
+        self._outbox = Outbox(transport, driver_rank)
+        self._ahead: Arrivals | None = None
+        self._may_prefetch = False
+        self._ended = False
+        self._failed = False
+        self._doing = _IDLE  # the main thread's
+
+    # --- the reader thread ------------------------------------------------------------------
+
+    def on_frame(self, frame: Frame | None) -> None:
+        """Handle a frame of the driver. ABORT and the end of file are the caller's to handle."""
+        if frame is None:
+            return
+        try:
+            if frame.kind is Kind.REQUEST:
+                threading.Thread(target=self._request, args=(frame,), daemon=True).start()
+                return
+            with self._changed:
+                self._handle(frame)
+                self._changed.notify_all()
+        except BaseException as error:  # a thread's edge: without this only the thread would end
+            self._fail(Doing("", None, frame.kind.name), error)
+
+    def _handle(self, frame: Frame) -> None:
+        if frame.kind is Kind.COMMAND:
+            self._queue.append(Command(frame))
+            self._prefetch()
+        elif frame.kind is Kind.GO:
+            self._go.add(frame.load())
+        elif frame.kind is Kind.RELEASE:
+            self._released.add(frame.load())
+        elif frame.kind is Kind.SEND:
+            self._outbox.send(frame.load())
+        elif frame.kind is Kind.GOT:
+            self._outbox.free(frame.load())
+        elif frame.kind is Kind.END:
+            self._ended = True
+
+    def _wait(self, ready: Callable[[], Any]) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: ready() or self._failed)
+            if self._failed:
+                raise _Stopped
+
+    # --- the main thread --------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Carry out commands until the driver says END, or something fails."""
+        current_platform.use(self.device)
+        with contextlib.suppress(_Stopped):
+            while (command := self._next()) is not None:
+                try:
+                    self._execute(command)
+                except BaseException as error:  # sys.exit in a worker is a failure too
+                    return self._fail(self._doing, error)
+                del command
+
+    def _next(self) -> Command | None:
+        self._doing = _IDLE
+        box = self._outbox
+        self._wait(lambda: (self._queue and box.nbytes <= OUTBOX_BYTES) or self._ended)
+        self._wait(lambda: box.may_settle or self._ended)
+        with self._changed:
+            box.settle()
+            return self._queue.popleft() if self._queue else None
+
+    def _execute(self, command: Command) -> None:
+        self._doing = Doing("", None, "(unpickling a command)")
+        number, op, body, _ = command.load()
+        started = time.time()
+        if op == "call":
+            return self._call(command, started)
+        if op == "hold":
+            self._doing = Doing("", None, "hold")
+            with self._prefetching():
+                self._wait(lambda: number in self._released)
+            return self._released.discard(number)
+        if op == "groups":
+            self._doing = Doing("", None, "groups")
+            if self.rank in body["members"]:
+                self._gang((number, -1))
+            self.transport.make_groups(body["groups"])
+            worker = self.rank
+        else:
+            worker = self._build(body)
+        times = (command.received, started, started, time.time())
+        self._send(Kind.ANSWER, (number, worker, "none", None, times))
+
+    def _build(self, body: dict[str, Any]) -> int:
+        """Make the worker of a role that lives here; gives its rank in the role."""
+        role, seats, names = body["role"], body["seats"], body["group_ranks"]
+        seat = next(s for s in seats if s.ranks[0] == self.rank)
+        self._doing = Doing(role, seat.worker, "__init__")
+        cls = import_class(body["worker_cls"])
+        groups = {
+            name: self.transport.group(ranks)
+            for name, all_ranks in names.items()
+            for ranks in all_ranks
+            if self.rank in ranks
+        }
+        beside = [self.local_rank + r - self.rank for r in seat.ranks]
+        context = WorkerContext(
+            role=role,
+            rank=seat.worker,
+            world_size=len(seats),
+            rank_info=body["infos"][seat.worker],
+            local_rank=self.local_rank,
+            host=self.host,
+            groups=groups,
+            mesh_spec=(*mesh_shape(body["topology"]), tuple(s.ranks[0] for s in seats)),
+            device=self.device if seat.devices else torch.device("cpu"),
+            devices=seat.devices,
+            physical_devices=tuple(physical_device(r) for r in beside) if seat.devices else (),
+            master_addr=body["master_addr"],
+            master_port=body["master_port"],
+        )
+        seed_command(body["seed"], role, seat.worker, -1, "__init__", 0)
+        worker: Any = cls.__new__(cls)
+        worker.context = context
+        worker.__init__(body["worker_config"])
+        with self._changed:
+            self._workers[body["cluster"]] = _Seated(worker, role, seat.worker, body["data_group"])
+            self._changed.notify_all()
+        return int(seat.worker)
+
+    def _call(self, command: Command, started: float) -> None:
+        number, _, body, _ = command.load()
+        seated = self._workers[body["cluster"]]
+        method = body["method"]
+        self._doing = Doing(seated.role, seated.rank, method)
+        args, kwargs, given = self._receive(command, seated.data_group)
+        here = time.time()
+        with self._prefetching():
+            seed_command(
+                body["seed"], seated.role, seated.rank, body["step"], method, body["count"]
+            )
+            result = getattr(seated.worker, method)(*args, **kwargs)
+            del args, kwargs
+            if body["clear_cache"]:
+                current_platform.empty_cache()
+        times = (command.received, started, here, time.time())
+        if result is None or seated.rank not in body["answering"]:
+            self._send(Kind.ANSWER, (number, seated.rank, "none", None, times))
+        else:
+            self._answer(number, seated, result, given, times)
+
+    # --- what comes in ----------------------------------------------------------------------
+
+    def _gang(self, key: tuple[int, int]) -> None:
+        """Start a collective with the other members when all of them have come to it."""
+        self._send(Kind.AT, key)
+        self._wait(lambda: key in self._go)
+        self._go.discard(key)
+
+    def _receive(
+        self, command: Command, group: Ranks
+    ) -> tuple[tuple[Any, ...], dict[str, Any], Given]:
+        """The arguments of a call, and what they say of its result's rows."""
+        with self._changed:
+            arrivals, self._ahead = self._ahead, None
+        if arrivals is None:
+            arrivals = self._arrivals(command, group)
+            arrivals.wait()
+        else:
+            assert arrivals.waiter is not None
+            arrivals.waiter.join()
+            self._wait(lambda: True)  # stop if it failed
+        for index, parcel, buffers in arrivals.shared():
+            assert parcel.fan_out is not None, "several receivers, and no group for them"
+            self._gang((arrivals.number, index))
+            for buffer in buffers:
+                self.transport.broadcast(buffer, parcel.receivers[0], parcel.fan_out)
+        args, kwargs, inputs = arrivals.arguments()
+        # looked at now: the method may change the columns
+        given = (Given.of(data) for data in inputs)
+        return args, kwargs, next((g for g in given if g.lengths is not None), Given(None, None))
+
+    def _arrivals(self, command: Command, group: Ranks) -> Arrivals:
+        return Arrivals(command, self.transport, self.link, self.driver_rank, group)
+
+    @contextlib.contextmanager
+    def _prefetching(self) -> Iterator[None]:
+        """While a command runs, the rows of the next one may come in."""
+        with self._changed:
+            self._may_prefetch = True
+            self._prefetch()
+        yield
+        with self._changed:
+            self._may_prefetch = False
+
+    def _prefetch(self) -> None:
+        """Post the receives of the next command, if it asks for that. One command ahead."""
+        if not self._may_prefetch or not self._queue or self._ahead is not None:
+            return
+        command = self._queue[0]
+        if not len(command.frame.own):
+            return  # nothing comes with it
+        _, op, body, _ = command.load()
+        seated = self._workers.get(body["cluster"]) if op == "call" and body["prefetch"] else None
+        if seated is None:
+            return
+        ahead = self._arrivals(command, seated.data_group)
+        doing = Doing(seated.role, seated.rank, body["method"])
+        ahead.waiter = threading.Thread(target=self._wait_for, args=(ahead, doing), daemon=True)
+        ahead.waiter.start()
+        self._ahead = ahead
+
+    def _wait_for(self, arrivals: Arrivals, doing: Doing) -> None:
+        try:
+            arrivals.wait()
+        except BaseException as error:  # a thread's edge
+            self._fail(doing, error)
+
+    # --- what goes out ----------------------------------------------------------------------
+
+    def _send(self, kind: Kind, head: Any, inline: Sequence[memoryview] = ()) -> None:
+        self.link.send(kind, pickle.dumps(head, 5), b"", inline)
+
+    def _answer(
+        self, number: int, seated: _Seated, result: Any, given: Given, times: tuple[float, ...]
+    ) -> None:
+        answer = encode(result, given, self._doing)
+        if answer.sent:
+            with self._changed:
+                self._outbox.put(number, Unfetched(answer.sent, answer.shared, seated.data_group))
+        times = (*times[:3], time.time())
+        head = (number, seated.rank, answer.kind, answer.spec, times)
+        self._send(Kind.ANSWER, head, answer.inline)
+
+    # --- requests ---------------------------------------------------------------------------
+
+    def _request(self, frame: Frame) -> None:
+        """Call a request method, beside the commands, and stream what it gives."""
+        doing = Doing("", None, "(unpickling a request)")
+        try:
+            number, cluster, method, args, kwargs, _ = frame.load()
+            self._wait(lambda: cluster in self._workers)
+            seated = self._workers[cluster]
+            doing = Doing(seated.role, seated.rank, method)
+            current_platform.use(self.device)
+            result = getattr(seated.worker, method)(*args, **kwargs)
+            if inspect.isgenerator(result):
+                for item in result:
+                    self._reply(number, "item", item, doing)
+                self._reply(number, "end", None, doing)
+            else:
+                self._reply(number, "value", result, doing)
+        except _Stopped:
+            return
+        except BaseException as error:  # a thread's edge
+            self._fail(doing, error)
+
+    def _reply(self, number: int, kind: str, value: Any, doing: Doing) -> None:
+        skeleton, buffers = dump_result(value, value, doing)
+        raw = [bytes(as_bytes(b).numpy()) for b in buffers]
+        self._send(Kind.REPLY, (number, doing.worker, kind, skeleton, raw))
+
+    # --- failure ----------------------------------------------------------------------------
+
+    def _fail(self, doing: Doing, error: BaseException) -> None:
+        """Report the first error of this rank and stop."""
+        with self._changed:
+            if self._failed:
+                return  # _Stopped, or an error that follows from the first
+            self._failed = True
+            self._changed.notify_all()
+        text = "".join(traceback.format_exception(error))
+        where = (doing.role, doing.worker, self.rank, self.host, doing.method)
+        cause = Cause("exception", *where, text, time.time())
+        with contextlib.suppress(OSError):  # the driver is gone: on_error still hears of it
+            self._send(Kind.ERROR, cause)
+        self.on_error(cause)
+
+
+class _Stopped(BaseException):
+    """This rank has failed in another thread."""

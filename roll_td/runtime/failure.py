@@ -1,0 +1,193 @@
+"""How a job ends when it fails: one cause is chosen, told to all ranks, printed last."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn
+
+from roll_td.runtime.control import Kind
+
+BETTER_CAUSE_S = 0.3
+"""How long the first cause waits for a better one: who waits on a dead rank fails too."""
+LAST_ENDS_S = 2.0
+"""How long the driver waits for the ranks to end before it prints and ends itself."""
+ABORT_BYTES = 32_768
+"""An abort has to fit into a socket's buffer in one piece."""
+
+_WEIGHT = {"death": 0, "exception": 1, "driver": 1, "signal": 2}
+
+
+class WorkerError(RuntimeError):
+    """The job failed; raised only where its ranks are threads of one process."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What went wrong first."""
+
+    kind: Literal["exception", "death", "signal", "driver"]
+    role: str
+    worker: int | None
+    rank: int
+    host: str
+    method: str
+    text: str
+    """A traceback, or a sentence."""
+    time_s: float
+
+    @classmethod
+    def of(
+        cls,
+        error: BaseException,
+        kind: Literal["exception", "driver"],
+        rank: int,
+        role: str = "",
+        worker: int | None = None,
+        method: str = "",
+        host: str = "",
+    ) -> Cause:
+        """The cause that an exception of this process is."""
+        text = "".join(traceback.format_exception(error))
+        return cls(
+            kind, role, worker, rank, host or socket.gethostname(), method, text, time.time()
+        )
+
+    def render(self) -> str:
+        """As text: a line that tells it all, then the traceback if there is one."""
+        lines = self.text.strip().splitlines() or ["no more is known"]
+        who = f"worker {self.worker} of {self.role}, " if self.role else ""
+        where = f"{who}rank {self.rank} on {self.host}"
+        if self.kind == "exception":
+            method = f"{self.role}.{self.method}" if self.role else self.method
+            head = f"{method or 'the runtime'} failed ({where}): {lines[-1]}"
+        elif self.kind == "driver":
+            head = f"the driver failed ({where}): {lines[-1]}"
+        else:
+            head = f"{lines[0]} ({where})"
+            lines = lines[1:]
+        more = lines if len(lines) > 1 else []
+        return "\n".join([f"roll-td: {head}", *more])
+
+
+def end_process(code: int) -> NoReturn:
+    """Flush what was printed, and end at once: no atexit, no destructors, no waiting."""
+    # by a thread: a flush waits for whoever is stuck in writing
+    flushing = threading.Thread(target=_flush, daemon=True)
+    with contextlib.suppress(RuntimeError):
+        flushing.start()
+        flushing.join(1.0)
+    os._exit(code)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+
+
+def say(text: str) -> None:
+    """Print to stderr in one piece, whatever other threads do."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{text}\n".encode(errors="replace"))
+
+
+def write_error_file(cause_text: str, full: bool) -> None:
+    """Leave the cause where torchrun looks for it; not `full`: its first line.
+
+    torchrun takes the earliest record for the root, and makes one itself for a killed rank: ours
+    is dated back by two seconds.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    text = cause_text if full else cause_text.partition("\n")[0]
+    extra = {"py_callstack": text, "timestamp": str(int(time.time()) - 2)}
+    with contextlib.suppress(OSError):
+        temporary = f"{path}.{os.getpid()}"
+        with open(temporary, "w") as file:
+            json.dump({"message": {"message": text, "extraInfo": extra}}, file)
+        os.replace(temporary, path)
+
+
+class Undertaker:
+    """Ends a failed job, from the driver's process. `hosts` has one host a rank; `on_end(cause)`
+    is called once the cause is chosen, before anybody is told."""
+
+    def __init__(
+        self,
+        hub: Any,
+        hosts: Sequence[str],
+        on_end: Callable[[Cause], None] | None = None,
+        own_rank: int = 0,
+    ):
+        self._hub, self._hosts, self._on_end = hub, list(hosts), on_end
+        self._own_rank = own_rank
+        self._lock = threading.Lock()
+        self._causes: list[Cause] = []
+        self._left = set(range(len(self._hosts))) - {own_rank}
+        self._all_gone = threading.Event()
+        if not self._left:
+            self._all_gone.set()
+
+    @property
+    def ending(self) -> bool:
+        """Whether the job is being ended."""
+        return bool(self._causes)
+
+    def fail(self, cause: Cause) -> None:
+        """End the job for this cause, or a better one that comes right after it. Returns."""
+        with self._lock:
+            self._causes.append(cause)
+            first = len(self._causes) == 1
+        if first:
+            threading.Thread(target=self._bury, name="undertaker", daemon=True).start()
+
+    def eof(self, rank: int) -> None:
+        """A rank's connection has ended."""
+        with self._lock:
+            self._left.discard(rank)
+            if not self._left:
+                self._all_gone.set()
+
+    def wait_gone(self, timeout_s: float) -> bool:
+        """Wait until every rank but our own has ended; whether it has."""
+        return self._all_gone.wait(timeout_s)
+
+    def choose(self) -> Cause:
+        """The best cause so far: a death, else the earliest; a signal only if there is no other."""
+        with self._lock:
+            return min(self._causes, key=lambda c: (_WEIGHT[c.kind], c.time_s))
+
+    def _bury(self) -> None:
+        code = 1
+        try:
+            time.sleep(BETTER_CAUSE_S)
+            cause = self.choose()
+            if cause.kind == "signal" and cause.method in signal.Signals.__members__:
+                code = 128 + signal.Signals[cause.method]
+            text = cause.render()
+            if self._on_end is not None:
+                with contextlib.suppress(Exception):
+                    self._on_end(cause)
+            self._hub.send_now(Kind.ABORT, pickle.dumps(text[:ABORT_BYTES], 5))
+            self.wait_gone(LAST_ENDS_S)
+            flushing = threading.Thread(target=_flush, daemon=True)
+            flushing.start()
+            flushing.join(0.5)
+            say(text)
+            write_error_file(text, full=True)
+        except BaseException as error:  # the last thread that can end the job
+            say(f"roll-td: the job failed, and telling why failed too: {error!r}")
+        finally:
+            os._exit(code)

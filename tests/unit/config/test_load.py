@@ -1,0 +1,199 @@
+"""From YAML and overrides to a config, with every problem at once."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from roll_td.config.base import roles
+from roll_td.config.load import check_config, load, resolved_yaml
+from roll_td.config.schema import ConfigError
+
+
+def _write(workdir: Path, text: str, name: str = "exp.yaml") -> Path:
+    (workdir / name).write_text(text)
+    return workdir / name
+
+
+def _load(workdir: Path, text: str, *overrides: str) -> Any:
+    return load(_write(workdir, text), overrides)
+
+
+def _errors(workdir: Path, text: str, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        _load(workdir, text, *overrides)
+    assert str(caught.value).splitlines()[0] == f"{workdir / 'exp.yaml'}:"
+    return str(caught.value).splitlines()[1:]
+
+
+MINE = "pipeline_cls: user_code.Annotated\n"
+PLAIN = "pipeline_cls: user_code.Plain\n"
+
+
+def test_the_class_of_the_pipeline_is_filled(workdir: Path) -> None:
+    config = _load(workdir, MINE + "student: {device_mapping: 0-3}\nrewards: {a: {world_size: 1}}")
+    assert type(config).__name__ == "MyConfig"
+    assert config.exp_name == "exp"
+    assert config.student.worker_cls == "user_code.MyWorker"
+    assert config.num_gpus_per_node == 4
+    assert list(roles(config)) == ["student", "a"]
+
+
+@pytest.mark.parametrize("prefix", ["", "+", "++"])
+def test_overrides_reach_fields_that_the_yaml_lacks(workdir: Path, prefix: str) -> None:
+    overrides = ("learning_rate=1e-6", "student.timeout_s=5", "rewards.math.world_size=2")
+    config = _load(workdir, MINE, *(prefix + text for text in overrides))
+    assert (config.learning_rate, config.student.timeout_s) == (1e-6, 5.0)
+    assert config.rewards["math"].world_size == 2
+
+
+def test_overrides_change_and_remove_what_the_yaml_has(workdir: Path) -> None:
+    text = MINE + "seed: 1\nlearning_rate: 2.0\nstudent: {device_mapping: [0, 1]}"
+    config = _load(workdir, text, "seed=7", "~learning_rate", "student.device_mapping=0-2")
+    assert (config.seed, config.learning_rate) == (7, 1e-3)
+    assert config.student.device_mapping == [0, 1, 2]
+
+
+def test_config_groups_are_hydras(workdir: Path) -> None:
+    (workdir / "tracker").mkdir()
+    _write(workdir, "url: one", "tracker/a.yaml")
+    _write(workdir, "url: two", "tracker/b.yaml")
+    text = "defaults: [{tracker: a}, _self_]\n" + MINE
+    assert _load(workdir, text).tracker.url == "one"
+    assert _load(workdir, text, "tracker=b").tracker.url == "two"
+    assert _load(workdir, text, "tracker=b", "tracker.url=three").tracker.url == "three"
+
+
+@pytest.mark.parametrize("pipeline", ["Plain", "MyWorker"])
+def test_without_a_config_class_every_section_is_a_role(workdir: Path, pipeline: str) -> None:
+    text = f"pipeline_cls: user_code.{pipeline}\nb: {{world_size: 2}}\na: {{device_mapping: 0}}"
+    config = _load(workdir, text, "c.world_size=1")
+    assert list(roles(config)) == ["b", "a", "c"]
+    assert config.a.name == "a"
+    copy = pickle.loads(pickle.dumps(config))
+    assert (copy.a, copy.num_cpu_ranks_per_node) == (config.a, 3)
+    assert list(roles(copy)) == ["b", "a", "c"]
+
+
+def test_without_a_config_class_the_rest_is_strict(workdir: Path) -> None:
+    text = PLAIN + "a: {device_maping: 0}\nsed: 3\nmy-role: {world_size: 1}"
+    assert _errors(workdir, text) == [
+        "my-role: can't be the name of a role; use letters, digits and _",
+        "sed: is not a key at the top level; did you mean seed?",
+        "a.device_maping: is not a key of section a; did you mean device_mapping?",
+    ]
+
+
+def test_config_cls_of_the_yaml_wins(workdir: Path) -> None:
+    config = _load(workdir, PLAIN + "config_cls: user_code.MyConfig")
+    assert type(config).__name__ == "MyConfig"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("seed: 3", "pipeline_cls: is missing; set the dotted path of the class"),
+        ("pipeline_cls: 3", "pipeline_cls=3: must be str or null, is int"),
+        ("pipeline_cls: user_code.Plan", "did you mean user_code.Plain?"),
+        ("pipeline_cls: user_code.NoConfig", "is not a BaseConfig; derive it from BaseConfig"),
+        ("pipeline_cls: user_code.NoDataclass", "is no dataclass; put @dataclass above it"),
+        (PLAIN + "config_cls: user_code.MyConfg", "config_cls='user_code.MyConfg'"),
+        (PLAIN + "seed: ???", "seed='???': must be given; set it"),
+        (PLAIN + "exp_name: ${nowhere}", "exp_name: Interpolation key 'nowhere' not found"),
+        (PLAIN + "a: [1, 2", "not readable as YAML in line 2"),
+        (PLAIN + "defaults: [{model: small}, _self_]", "Could not find 'model/small'"),
+    ],
+)
+def test_single_problems(workdir: Path, text: str, message: str) -> None:
+    (error,) = _errors(workdir, text)
+    assert message in error
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("learning_rat=1", "did you mean learning_rate?"),
+        ("+x.y=1", "x: is not a key at the top level"),
+        ("+student.seed=1", "the right key is seed"),
+        ("student.learning_rate=1", "the right key is learning_rate"),
+        ("seed=1,2", "is several values; write a list as seed=[…]"),
+        ("student.device_mapping=list(range(0,2))", "Hydra can't read this override"),
+        ("~nothing", "nothing"),
+    ],
+)
+def test_c06_wrong_overrides(workdir: Path, override: str, message: str) -> None:
+    (error,) = _errors(workdir, MINE, override)
+    assert message in error
+
+
+def test_missing_or_misnamed_file(workdir: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no file"):
+        load(workdir / "none.yaml")
+    with pytest.raises(ConfigError, match=r"must end with \.yaml"):
+        load(_write(workdir, MINE, "exp.yml"))
+
+
+def test_all_problems_at_once(workdir: Path) -> None:
+    text = MINE + (
+        "seed: x\nnum_nodes: 0\ntransfer_timeout_s: 0\nstudent: {device_mapping: [0, 0]}\n"
+        "rewards: {good: {world_size: 2}, bad: {world_size: 0, nam: x}}"
+    )
+    checked = check_config(_write(workdir, text))
+    assert {problem.key for problem in checked.problems} == {
+        "seed",
+        "num_nodes",
+        "transfer_timeout_s",
+        "student.device_mapping",
+        "rewards.bad.world_size",
+        "rewards.bad.nam",
+    }
+    assert len(checked.problems) == 6
+    assert list(checked.roles) == ["rewards.good"]
+    assert (checked.config, checked.size) == (None, None)
+
+
+def test_roles_are_read_although_the_pipeline_is_not_found(workdir: Path) -> None:
+    text = "pipeline_cls: user_code.Plan\nseed: x\nown: 3\na: {device_mapping: 0-1, own: 1}"
+    checked = check_config(_write(workdir, text))
+    assert [problem.key for problem in checked.problems] == ["pipeline_cls", "seed"]
+    assert checked.roles["a"].world_size == 2
+    assert checked.size is not None
+    assert checked.size.num_gpus_per_node == 2
+
+
+SECRETS = MINE + "tracker: {api_key: S3CRET, url: 'http://user:S3CRET@host/x'}\n"
+
+
+def test_c11_resolved_yaml(workdir: Path) -> None:
+    text = resolved_yaml(_load(workdir, SECRETS + "use_cls_token: true\nnum_tokens: 9"))
+    assert "S3CRET" not in text
+    data = yaml.safe_load(text)
+    assert data["tracker"] == {"api_key": "***", "url": "http://***@host/x"}
+    assert (data["use_cls_token"], data["num_tokens"]) == (True, 9)
+
+
+@pytest.mark.parametrize(
+    ("text", "override"),
+    [
+        (SECRETS + "tracker.x: 1", "tracker.api_ky=S3CRET"),
+        (SECRETS, "tracker.api_key=[S3CRET"),
+        (SECRETS, "tracker.api_key=S3CRET,S3CRET"),
+        (SECRETS, "tracker.api_key=[S3CRET]"),
+        (SECRETS, "tracker.url=[http://user:S3CRET@host]"),
+        ("tracker: {api_key: S3CRET: x}", "seed=1"),
+    ],
+)
+def test_c11_errors(workdir: Path, text: str, override: str) -> None:
+    errors = _errors(workdir, text, override)
+    assert errors
+    assert "S3CRET" not in "\n".join(errors)
+
+
+def test_resolved_yaml_loads_again(workdir: Path) -> None:
+    config = _load(workdir, PLAIN + "a: {device_mapping: 0-3, num_gpus_per_worker: 2}")
+    again = _load(workdir, resolved_yaml(config))
+    assert vars(again) == vars(config)
