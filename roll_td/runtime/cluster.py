@@ -64,7 +64,13 @@ class Refs(Sequence[Ref]):
 
     def __init__(self, driver: Driver, call: Call, mode: dispatch.Mode, plan: StepPlan | None,
                  infos: tuple[RankInfo, ...]):  # fmt: skip
-        self.driver, self.call, self._mode, self._plan, self._infos = driver, call, mode, plan, infos
+        self.driver, self.call, self._mode, self._plan, self._infos = (
+            driver,
+            call,
+            mode,
+            plan,
+            infos,
+        )
 
     def __len__(self) -> int:
         return len(self._infos)
@@ -199,8 +205,8 @@ class Cluster:
         near = difflib.get_close_matches(name, methods, 1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise AttributeError(
-            f"the cluster {self.__dict__.get('name')!r} has no method {name!r}{hint} It has what its "
-            f"Worker marks with @register or @register_request: {', '.join(methods)}"
+            f"the cluster {self.__dict__.get('name')!r} has no method {name!r}{hint}. It "
+            f"has what its Worker marks with @register or @register_request: {', '.join(methods)}"
         )
 
     def _make_data_group(self) -> Ranks:
@@ -222,7 +228,9 @@ class Cluster:
         for name, registered in methods.items():
             setattr(self, name, self._caller(cls, name, registered))
         for name in requests:
-            setattr(self, name, self._requester(name, inspect.isgeneratorfunction(getattr(cls, name))))
+            setattr(
+                self, name, self._requester(name, inspect.isgeneratorfunction(getattr(cls, name)))
+            )
 
     def _build(self, dotted: str) -> list[Call]:
         driver, config = self._driver, self.worker_config
@@ -334,7 +342,9 @@ class Cluster:
     def _plan_of(self, name: str, found: list[DataProto]) -> StepPlan | None:
         plans = [d.plan for d in found if d.plan is not None]
         if len(plans) > 1 and any(p != plans[0] for p in plans):
-            raise ValueError(f"{self.name}.{name}: its arguments have different plans; one is meant")
+            raise ValueError(
+                f"{self.name}.{name}: its arguments have different plans; one is meant"
+            )
         return plans[0] if plans else None
 
     def _shards(
@@ -348,7 +358,9 @@ class Cluster:
             if plan is not None:
                 mine = local(plan, self._infos[delivery.receivers[0]].dp_rank)
             parcels.append(
-                batch_parcel(index, batch, meta, delivery.rows, receivers, self._fan(receivers), mine)
+                batch_parcel(
+                    index, batch, meta, delivery.rows, receivers, self._fan(receivers), mine
+                )
             )
         return parcels
 

@@ -169,7 +169,9 @@ def connect(addresses: Sequence[str], port: int, token: str, rank: int) -> Conne
     raise ConnectionError(f"rank {rank} can't reach the driver on port {port}: {'; '.join(errors)}")
 
 
-def accept(server: socket.socket, token: str, world_size: int, timeout_s: float) -> list[Connection]:
+def accept(
+    server: socket.socket, token: str, world_size: int, timeout_s: float
+) -> list[Connection]:
     """Wait for all ranks of the job; a connection that doesn't know the token is dropped."""
     found: dict[int, Connection] = {}
     server.settimeout(timeout_s)

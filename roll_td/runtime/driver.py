@@ -101,6 +101,14 @@ class Driver:
         except BaseException as error:  # the driver's edge
             self.fail(Cause.of(error, "driver", self.transport.rank))
 
+    def start_trace(self, trace: TraceWriter) -> None:
+        """Write a span for every command from now on: a process a rank, merged over ranks."""
+        for slot in self.layout.slots:
+            device = "cpu" if slot.device is None else f"device {slot.device}"
+            trace.process(slot.rank, f"rank {slot.rank} · {self.places[slot.rank].host} · {device}")
+            trace.thread(slot.rank, 1, "executor")
+        self.trace = trace
+
     # --- the log ---------------------------------------------------------------------------
 
     def count_call(self, role: str, method: str) -> int:
@@ -248,14 +256,19 @@ class Driver:
         )
         for answer in call.answers.values():
             received, started, here, ended = answer.times
-            args = {"command": call.number, "queued_s": started - received, "data_s": here - started}
+            args = {
+                "command": call.number,
+                "queued_s": started - received,
+                "data_s": here - started,
+            }
             self.trace.span(name, call.role, answer.rank, 1, started, ended, call.role, args)
 
     # --- waiting -------------------------------------------------------------------------------
 
     def wait(self, call: Call) -> Landing:
         """Block until the call has landed. A failure ends the job: then nothing returns."""
-        call.done.wait()
+        if self.failed is None:
+            call.done.wait()
         if self.failed is not None:
             raise WorkerError(self.failed.render())
         assert call.landing is not None
@@ -269,7 +282,9 @@ class Driver:
         for replies in list(self._replies.values()):
             replies.put(("failed", b"", []))
 
-    def request(self, rank: int, cluster: str, method: str, args: Any, kwargs: Any) -> Iterator[Any]:
+    def request(
+        self, rank: int, cluster: str, method: str, args: Any, kwargs: Any
+    ) -> Iterator[Any]:
         """Call a request method of the worker on `rank`; yields what it gives."""
         number = next(self._request_ids)
         replies: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -300,6 +315,8 @@ class Driver:
     def end(self) -> None:
         """Tell every rank that the job is over."""
         self._ended = True
+        if self.trace is not None:
+            self.trace.close()
         self._landings.put(None)
         for rank in range(len(self.layout.slots)):
             self.hub.sender(rank).send(Kind.END, b"")

@@ -99,7 +99,7 @@ class Landing:
                     works.append(transport.irecv(buffer, answer.rank, group, tag))
                 elif buffer.numel():
                     raw = answer.inline[offset : offset + buffer.numel()]
-                    buffer.copy_(torch.frombuffer(raw, dtype=torch.uint8))
+                    buffer.copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
                     offset += buffer.numel()
         return works
 

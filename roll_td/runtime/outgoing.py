@@ -49,8 +49,7 @@ def places_of(sizes: Sequence[int], receivers: Ranks) -> tuple[Place, ...]:
     """Small buffers go inline; those for several ranks don't, so that nothing is sent twice."""
     several = len(receivers) > 1
     return tuple(
-        Place.SENT if size and (several or size >= INLINE_BYTES) else Place.INLINE
-        for size in sizes
+        Place.SENT if size and (several or size >= INLINE_BYTES) else Place.INLINE for size in sizes
     )
 
 

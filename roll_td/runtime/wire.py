@@ -318,7 +318,11 @@ def rebuild_tensors(
         if column.packed:
             assert lengths is not None
             out = torch.empty((num_rows, *column.tail), dtype=column.dtype)
-            tokens = from_bytes(flat, column.dtype, (-1, *column.tail[1:])) if flat.numel() else out.new_empty((0, *column.tail[1:]))
+            tokens = (
+                from_bytes(flat, column.dtype, (-1, *column.tail[1:]))
+                if flat.numel()
+                else out.new_empty((0, *column.tail[1:]))
+            )
             unpack(tokens, lengths, column, out)
             tensors[column.name] = out
     return {c.name: tensors[c.name] for c in columns}

@@ -1,0 +1,1 @@
+"""Pipelines: the driver's side of a job. `base` has what all share, the others are shipped."""

@@ -1,0 +1,90 @@
+"""The README's own pipeline, run as the README says."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+OUTSIDE = ("SLURM_", "TORCHELASTIC", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_")
+
+pytestmark = pytest.mark.timeout(90)
+
+
+def block(language: str) -> str:
+    """The README's one block of a language."""
+    (text,) = re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    return text
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "my_pipeline.py").write_text(block("python"), encoding="utf-8")
+    (tmp_path / "my.yaml").write_text(block("yaml"), encoding="utf-8")
+    return tmp_path
+
+
+def run(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if not k.startswith(OUTSIDE)}
+    return subprocess.run(
+        [sys.executable, *args],
+        cwd=folder,
+        env=env | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=80,
+    )
+
+
+def check_run(ended: subprocess.CompletedProcess[str], folder: Path) -> None:
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "[[0, 2], [4, 6], [8, 10], [12, 14]]" in ended.stdout
+    assert (folder / "runs/my/metrics.jsonl").read_text().count("\n") == 3
+    assert "my_pipeline.MyWorker" in (folder / "runs/my/config.yaml").read_text()
+    assert len(list((folder / "runs/my/trace").glob("*.json"))) == 1
+
+
+def test_check_prints_the_placement(folder: Path) -> None:
+    ended = run(folder, "-m", "roll_td.cli", "check", "my.yaml")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "ranks to start: 3" in ended.stdout
+
+
+def test_run_starts_the_ranks(folder: Path) -> None:
+    check_run(run(folder, "-m", "roll_td.cli", "run", "my.yaml"), folder)
+
+
+def test_a_single_process_is_a_job(folder: Path) -> None:
+    check_run(run(folder, "-m", "roll_td", "my.yaml", "double.world_size=1"), folder)
+
+
+def test_torchrun_starts_it(folder: Path) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3")
+    check_run(run(folder, *torchrun, "-m", "roll_td", "my.yaml"), folder)
+
+
+def test_a_failure_ends_the_job_and_names_the_place(folder: Path) -> None:
+    path = folder / "my_pipeline.py"
+    text = path.read_text()
+    path.write_text(text.replace('data["input"]', 'data["inputs"]'))
+    ended = run(folder, "-m", "roll_td.cli", "run", "my.yaml")
+    assert ended.returncode == 1
+    assert "roll-td: double.double failed (worker " in ended.stderr
+    assert "no column 'inputs'" in ended.stderr.strip().splitlines()[-1]
+
+
+def test_the_first_command_comes_early() -> None:
+    line = README.splitlines().index("pip install torch==2.13.0 && pip install -e .") + 1
+    assert line < 25
+    assert README.splitlines()[line] == "roll-td run configs/transform/transform.yaml"
+
+
+def test_the_first_command_runs(tmp_path: Path) -> None:
+    config = ROOT / "configs/transform/transform.yaml"
+    ended = run(tmp_path, "-m", "roll_td.cli", "run", str(config))
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "step 2/3" in ended.stderr
