@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import random
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -11,14 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 from roll_td.config.base import BaseConfig, WorkerConfig
 from roll_td.config.load import resolved_yaml
 from roll_td.metrics import merge_metrics
 from roll_td.runtime.cluster import Cluster, ResourceManager
 from roll_td.runtime.driver import Driver, current_driver
+from roll_td.runtime.seeding import seed_command
 from roll_td.runtime.trace import TraceWriter
 from roll_td.trackers import JsonlTracker, TerminalTracker, Tracker
 
@@ -36,7 +32,7 @@ class BasePipeline(ABC):
 
     def __init__(self, pipeline_config: BaseConfig) -> None:
         self._driver = current_driver()
-        seed_driver(pipeline_config.seed)
+        seed_command(pipeline_config.seed, "driver", 0, 0, "run", 0)
         self.pipeline_config: Any = pipeline_config  # the subclass knows its class
         self.resource_manager = ResourceManager(
             pipeline_config.num_nodes, pipeline_config.num_gpus_per_node or 0
@@ -96,18 +92,10 @@ class BasePipeline(ABC):
         self.global_step = self._driver.step = step
 
 
-def seed_driver(seed: int) -> None:
-    """Seed python, numpy and torch of the driver, apart from every worker's."""
-    number = int.from_bytes(hashlib.sha256(repr((seed, "driver")).encode()).digest()[:8], "little")
-    random.seed(number)
-    np.random.seed(number & 0xFFFFFFFF)
-    torch.manual_seed(number >> 1)
-
-
 def _new_trace(folder: Path, driver: Driver) -> TraceWriter:
-    """A trace file named after the time, its tracks named as the driver fills them."""
+    """A trace file named after the time in seconds, its tracks named as the driver fills them."""
     now = time.time()
-    trace = TraceWriter(folder / f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}.json", now)
+    trace = TraceWriter(folder / f"{now:.3f}.json", now)
     for rank, place in enumerate(driver.places):
         trace.process(rank, f"rank {rank} on {place.host}")
         trace.thread(rank, 1, "commands")

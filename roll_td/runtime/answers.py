@@ -18,6 +18,7 @@ from roll_td.runtime.wire import (
     as_bytes,
     dumps,
     find_unpicklable,
+    memory_of,
     tensors_of,
 )
 
@@ -164,7 +165,7 @@ def encode(result: Any, given: Given, doing: Doing) -> Encoded:
     sizes = tuple(b.numel() for b in buffers)
     places = tuple(Place.INLINE if s < INLINE_BYTES else Place.SENT for s in sizes)
     inline = [
-        memoryview(b.numpy())
+        memory_of(b)
         for b, place in zip(buffers, places, strict=True)
         if place is Place.INLINE and b.numel()
     ]

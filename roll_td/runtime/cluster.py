@@ -13,7 +13,7 @@ from roll_td.config.base import WorkerConfig
 from roll_td.config.classes import import_class
 from roll_td.distributed.topology import RankInfo, rank_infos, role_groups
 from roll_td.placement import RolePlacement, place
-from roll_td.plan import StepPlan, local
+from roll_td.plan import StepPlan, default_plan, local
 from roll_td.protocol import DataProto
 from roll_td.runtime import dispatch
 from roll_td.runtime.dispatch import Dispatch, Registered
@@ -163,7 +163,7 @@ class Cluster:
     ):
         self._driver = current_driver()
         dotted = worker_cls if isinstance(worker_cls, str) else _dotted(worker_cls)
-        cls = import_class(dotted)
+        cls: Any = import_class(dotted)
         self.name, self.worker_config = name, worker_config
         self.placement = resource_manager.place(name, worker_config)
         topology = cls.topology(worker_config)
@@ -345,7 +345,10 @@ class Cluster:
             raise ValueError(
                 f"{self.name}.{name}: its arguments have different plans; one is meant"
             )
-        return plans[0] if plans else None
+        if plans or not found or not self._topology.steps_together:
+            return plans[0] if plans else None
+        micro = self._topology.micro_batch_size
+        return default_plan(len(found[0]), self.dp_size, micro, _denominators(found[0]))
 
     def _shards(
         self, index: int, data: DataProto, mode: Any, plan: StepPlan | None
@@ -388,6 +391,16 @@ class Cluster:
                     return group
         # DP_MP_DISPATCH_FIRST: empty parts, for which no byte is sent
         return self._groups["world"][0]
+
+
+def _denominators(data: DataProto) -> dict[str, float]:
+    """What losses are divided by where no plan says: rows, and tokens that a loss is wanted of."""
+    counts = {"rows": float(len(data))}
+    if data.batch is not None and "response_mask" in data.batch.keys():  # noqa: SIM118
+        counts["tokens"] = float(data["response_mask"].sum())
+    elif data.batch is not None and "labels" in data.batch.keys():  # noqa: SIM118
+        counts["tokens"] = float((data["labels"] != -100).sum())
+    return counts
 
 
 def _dotted(cls: type) -> str:

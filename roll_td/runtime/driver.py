@@ -101,14 +101,6 @@ class Driver:
         except BaseException as error:  # the driver's edge
             self.fail(Cause.of(error, "driver", self.transport.rank))
 
-    def start_trace(self, trace: TraceWriter) -> None:
-        """Write a span for every command from now on: a process a rank, merged over ranks."""
-        for slot in self.layout.slots:
-            device = "cpu" if slot.device is None else f"device {slot.device}"
-            trace.process(slot.rank, f"rank {slot.rank} · {self.places[slot.rank].host} · {device}")
-            trace.thread(slot.rank, 1, "executor")
-        self.trace = trace
-
     # --- the log ---------------------------------------------------------------------------
 
     def count_call(self, role: str, method: str) -> int:
@@ -315,8 +307,6 @@ class Driver:
     def end(self) -> None:
         """Tell every rank that the job is over."""
         self._ended = True
-        if self.trace is not None:
-            self.trace.close()
         self._landings.put(None)
         for rank in range(len(self.layout.slots)):
             self.hub.sender(rank).send(Kind.END, b"")

@@ -26,7 +26,7 @@ from roll_td.runtime.answers import Doing, Given, Outbox, Unfetched, dump_result
 from roll_td.runtime.arrivals import Arrivals, Command
 from roll_td.runtime.control import Frame, Kind, Sender
 from roll_td.runtime.failure import Cause
-from roll_td.runtime.seeding import seed_command
+from roll_td.runtime.seeding import kept_random_state, seed_command
 from roll_td.runtime.transport import Ranks, Transport
 from roll_td.runtime.wire import as_bytes
 from roll_td.runtime.worker import WorkerContext
@@ -164,7 +164,7 @@ class Executor:
         role, seats, names = body["role"], body["seats"], body["group_ranks"]
         seat = next(s for s in seats if s.ranks[0] == self.rank)
         self._doing = Doing(role, seat.worker, "__init__")
-        cls = import_class(body["worker_cls"])
+        cls: Any = import_class(body["worker_cls"])
         groups = {
             name: self.transport.group(ranks)
             for name, all_ranks in names.items()
@@ -187,10 +187,12 @@ class Executor:
             master_addr=body["master_addr"],
             master_port=body["master_port"],
         )
-        seed_command(body["seed"], role, seat.worker, -1, "__init__", 0)
-        worker: Any = cls.__new__(cls)
-        worker.context = context
-        worker.__init__(body["worker_config"])
+        own = kept_random_state() if self.rank == self.driver_rank else contextlib.nullcontext()
+        with own:
+            seed_command(body["seed"], role, seat.worker, -1, "__init__", 0)
+            worker = cls.__new__(cls)
+            worker.context = context
+            worker.__init__(body["worker_config"])
         with self._changed:
             self._workers[body["cluster"]] = _Seated(worker, role, seat.worker, body["data_group"])
             self._changed.notify_all()
@@ -203,7 +205,8 @@ class Executor:
         self._doing = Doing(seated.role, seated.rank, method)
         args, kwargs, given = self._receive(command, seated.data_group)
         here = time.time()
-        with self._prefetching():
+        own = kept_random_state() if self.rank == self.driver_rank else contextlib.nullcontext()
+        with self._prefetching(), own:
             seed_command(
                 body["seed"], seated.role, seated.rank, body["step"], method, body["count"]
             )

@@ -19,7 +19,7 @@ from roll_td.protocol import DataProto
 from roll_td.runtime.control import Chunk
 from roll_td.runtime.parcel import Parcel
 from roll_td.runtime.transport import Ranks, Transport, Work
-from roll_td.runtime.wire import INLINE_BYTES, Batch, Place, Rows, as_bytes
+from roll_td.runtime.wire import INLINE_BYTES, Batch, Place, Rows, as_bytes, memory_of
 
 COPY_BUDGET_BYTES = 16 * 1024 * 1024
 """Copies in flight; one larger parcel may exceed it alone."""
@@ -39,7 +39,7 @@ class Outgoing:
     def inline(self) -> list[Chunk]:
         """The bytes that travel in the control message."""
         return [
-            memoryview(self.take(i).numpy())
+            memory_of(self.take(i))
             for i, place in enumerate(self.parcel.places)
             if place is Place.INLINE and self.parcel.sizes[i]
         ]

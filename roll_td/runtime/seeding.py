@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -16,3 +18,14 @@ def seed_command(seed: int, role: str, worker: int, step: int, method: str, coun
     random.seed(number)
     np.random.seed(number & 0xFFFFFFFF)
     torch.manual_seed(number >> 1)
+
+
+@contextmanager
+def kept_random_state() -> Iterator[None]:
+    """Give python, numpy and torch back the states they had: on the driver's rank, a worker's
+    draws must not move the pipeline's."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    yield
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])

@@ -31,6 +31,12 @@ PACK_BELOW = 0.9
 Rows = slice | tuple[int, ...]
 
 
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a uint8 CPU tensor, to be written to a socket."""
+    array: Any = tensor.numpy()
+    return memoryview(array)
+
+
 class Place(IntEnum):
     """Where the bytes of a buffer are."""
 
@@ -157,7 +163,8 @@ class Column:
 
 def tensors_of(data: DataProto) -> dict[str, torch.Tensor]:
     """The tensor columns of a DataProto, by name."""
-    return {} if data.batch is None else {str(k): v for k, v in data.batch.items()}
+    found: dict[str, Any] = {} if data.batch is None else dict(data.batch.items())
+    return found
 
 
 def columns_of(
@@ -227,7 +234,9 @@ class Batch:
         self.versions = [t._version for t in self.tensors.values()]
         self.num_rows = len(data)
         packing = any(c.packed for c in self.columns)
-        self._sums = np.concatenate([[0], np.cumsum(self.lengths)]) if packing else None
+        self._sums: np.ndarray[Any, Any] | None = None
+        if packing and self.lengths is not None:
+            self._sums = np.append(0, np.cumsum(self.lengths))
 
     def row_numbers(self, rows: Rows) -> np.ndarray[Any, Any]:
         if isinstance(rows, slice):
@@ -318,11 +327,8 @@ def rebuild_tensors(
         if column.packed:
             assert lengths is not None
             out = torch.empty((num_rows, *column.tail), dtype=column.dtype)
-            tokens = (
-                from_bytes(flat, column.dtype, (-1, *column.tail[1:]))
-                if flat.numel()
-                else out.new_empty((0, *column.tail[1:]))
-            )
-            unpack(tokens, lengths, column, out)
+            tokens = flat.numel() // max(column.token_bytes, 1)
+            typed = from_bytes(flat, column.dtype, (tokens, *column.tail[1:]))
+            unpack(typed, lengths, column, out)
             tensors[column.name] = out
     return {c.name: tensors[c.name] for c in columns}
