@@ -1,0 +1,335 @@
+"""What a call costs: ours, bare gloo and Ray in one job, interleaved; and planning without bytes.
+
+    python tests/benchmarks/dispatch.py [--rounds N] [--no-ray]
+
+Ray is run in three ways: as ROLL does it (contiguous, consolidate, torch.save for each chunk),
+TensorDict chunks cloned first (a view would carry its whole storage), and numpy columns (out of
+band, read without a copy). "share" is the time of bare isend/irecv over ours; bare starts with
+every receive posted and sends no header. A ratio is the median of the ratios of the rounds.
+
+At 10,000 ranks: posting is linear, one pickled head and one write a rank, so ten times what is
+printed for 1,024. The driver's io thread reads as many answers, and one process holds as many
+sockets: above a few thousand ranks a node leader has to pass on frames.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+from tensordict import TensorDict
+
+from roll_td import BaseConfig, BasePipeline, Cluster, DataProto, Dispatch, Topology
+from roll_td import Worker, WorkerConfig, get, register
+from roll_td.placement import world_layout
+from roll_td.runtime.cluster import ResourceManager
+from roll_td.runtime.driver import Driver, current_driver
+from roll_td.runtime.job import RankPlace
+
+SIZES = {"64k": (16, 308), "8M": (160, 4032), "128M": (2560, 4032)}
+RANKS, TAG = 4, 77
+COLUMNS = {"input_ids": torch.int64, "response_mask": torch.bool, "old_log_probs": torch.float32}
+
+
+def columns(rows: int, width: int) -> dict[str, torch.Tensor]:
+    return {
+        "input_ids": torch.randint(1, 99, (rows, width)),
+        "response_mask": torch.ones(rows, width, dtype=torch.bool),
+        "old_log_probs": torch.rand(rows, width),
+    }
+
+
+class BenchWorker(Worker):
+    @register(dispatch_mode=Dispatch.DP_MP_COMPUTE)
+    def double(self, data):
+        return DataProto({"log_probs": data["old_log_probs"] * 2})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def empty(self):
+        return None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def peer(self, ranks, rows, width):
+        """The other side of bare gloo: receives posted, a byte that says so, one column back."""
+        groups = dist.distributed_c10d._world.pg_group_ranks
+        group = next(g for g in groups if dist.get_process_group_ranks(g) == list(ranks))
+        into = [torch.empty(rows, width, dtype=t) for t in COLUMNS.values()]
+        works = [dist.irecv(t, group=group, group_src=0, tag=TAG) for t in into]
+        dist.send(torch.zeros(1), group=group, group_dst=0, tag=TAG + 1)
+        for work in works:
+            work.wait()
+        dist.send(into[2] * 2, group=group, group_dst=0, tag=TAG)
+
+
+class TPBenchWorker(BenchWorker):
+    @classmethod
+    def topology(cls, worker_config):
+        return Topology(dp=worker_config.world_size // 2, tp=2)
+
+
+@dataclass
+class BenchConfig(BaseConfig):
+    a: WorkerConfig = field(default_factory=WorkerConfig)
+    tp: WorkerConfig = field(default_factory=WorkerConfig)
+    rounds: int = 15
+    ray: bool = True
+
+
+class Saved:
+    """A batch that is pickled as ROLL's DataProto is."""
+
+    def __init__(self, batch: TensorDict):
+        self.batch = batch
+
+    def __getstate__(self) -> bytes:
+        buffer = io.BytesIO()
+        torch.save(self.batch.contiguous().consolidate(), buffer)
+        return buffer.getvalue()
+
+    def __setstate__(self, state: bytes) -> None:
+        self.batch = torch.load(io.BytesIO(state), weights_only=False)
+
+
+class RayWorker:
+    def saved(self, data):
+        return Saved(TensorDict({"log_probs": data.batch["old_log_probs"] * 2}, data.batch.shape))
+
+    def cloned(self, data):
+        return TensorDict({"log_probs": data["old_log_probs"] * 2}, data.batch_size)
+
+    def arrays(self, ids, mask, log_probs):
+        return log_probs * 2
+
+    def empty(self):
+        return None
+
+
+class RaySide:
+    def __init__(self) -> None:
+        import ray
+
+        self.ray = ray
+        ray.init(num_cpus=RANKS, include_dashboard=False, log_to_driver=False, logging_level="ERROR",
+                 object_store_memory=3 << 30)  # fmt: skip
+        self.actors = [ray.remote(RayWorker).remote() for _ in range(RANKS)]
+        self.empty()
+
+    def empty(self) -> None:
+        self.ray.get([a.empty.remote() for a in self.actors])
+
+    def saved(self, data: dict[str, torch.Tensor]) -> torch.Tensor:
+        chunks = TensorDict(data, [len(data["input_ids"])]).chunk(RANKS)
+        refs = [a.saved.remote(Saved(c)) for a, c in zip(self.actors, chunks, strict=True)]
+        return torch.cat([s.batch for s in self.ray.get(refs)])["log_probs"]
+
+    def cloned(self, data: dict[str, torch.Tensor]) -> torch.Tensor:
+        chunks = TensorDict(data, [len(data["input_ids"])]).chunk(RANKS)
+        refs = [a.cloned.remote(c.clone()) for a, c in zip(self.actors, chunks, strict=True)]
+        return torch.cat(self.ray.get(refs))["log_probs"]
+
+    def arrays(self, data: dict[str, torch.Tensor]) -> torch.Tensor:
+        import numpy as np
+
+        parts = zip(*(t.numpy().reshape(RANKS, -1, t.shape[1]) for t in data.values()), strict=True)
+        refs = [a.arrays.remote(*p) for a, p in zip(self.actors, parts, strict=True)]
+        return torch.from_numpy(np.concatenate(self.ray.get(refs)))
+
+
+class BenchPipeline(BasePipeline):
+    def __init__(self, pipeline_config: BenchConfig):
+        super().__init__(pipeline_config)
+        c = self.pipeline_config = pipeline_config
+        self.a = Cluster("a", c.a.worker_cls, self.resource_manager, c.a)
+        self.tp = Cluster("tp", c.tp.worker_cls, self.resource_manager, c.tp)
+
+    def run(self) -> None:
+        self.rays = RaySide() if self.pipeline_config.ray else None
+        lines = [self.size(*item) for item in SIZES.items()] + [self.empty(), self.uneven()]
+        names = ["ours", "bare", "ROLL", "cloned", "numpy", "padded"]
+        titles = ["ROLL/ours", "cloned/ours", "numpy/ours", "padded/ours", "share"]
+        print(f"\n{'ms':8}" + "".join(f"{n:>9}" for n in names) + "".join(f"{t:>13}" for t in titles))
+        for name, taken in lines:
+            row = f"{name:8}"
+            for side in names:
+                row += f"{statistics.median(taken[side]) * 1e3:9.2f}" if side in taken else f"{'-':>9}"
+            for title in titles:
+                over = "bare" if title == "share" else title.split("/")[0]
+                pairs = list(zip(taken.get(over, []), taken["ours"], strict=False))
+                row += f"{statistics.median(x / y for x, y in pairs):13.2f}" if pairs else f"{'-':>13}"
+            print(row)
+        self.replicas()
+        if self.rays:
+            self.rays.ray.shutdown()
+        sys.stdout.flush()
+
+    def measure(self, name: str, sides: dict[str, Callable[[], float]], times: int = 1) -> Any:
+        """Every side once a round, in an order drawn anew; each gives its own seconds."""
+        taken: defaultdict[str, list[float]] = defaultdict(list)
+        for i in range(-2, self.pipeline_config.rounds * times):
+            for side in random.sample(list(sides), len(sides)):
+                seconds = sides[side]()
+                if i >= 0:
+                    taken[side].append(seconds)
+        return name, taken
+
+    def size(self, name: str, shape: tuple[int, int]) -> Any:
+        data = columns(*shape)
+        batch, expected = DataProto(data), data["old_log_probs"] * 2
+        checked: set[Any] = set()
+
+        def timed(body: Callable[[], torch.Tensor], key: str) -> float:
+            began = time.perf_counter()
+            result = body()
+            seconds = time.perf_counter() - began
+            assert key in checked or torch.equal(result, expected), key
+            checked.add(key)
+            return seconds
+
+        sides = {
+            "ours": lambda: timed(lambda: self.a.double(batch)["log_probs"], "ours"),
+            "bare": lambda: self.bare(data, expected),
+        }
+        if rays := self.rays:
+            sides["ROLL"] = lambda: timed(lambda: rays.saved(data), "ROLL")
+            sides["cloned"] = lambda: timed(lambda: rays.cloned(data), "cloned")
+            sides["numpy"] = lambda: timed(lambda: rays.arrays(data), "numpy")
+        return self.measure(name, sides, 5 if name == "64k" else 1)
+
+    def bare(self, data: dict[str, torch.Tensor], expected: torch.Tensor) -> float:
+        group = current_driver().transport.group(self.a._data_group)
+        rows, width = data["input_ids"].shape
+        refs = self.a.peer(self.a._data_group, rows // RANKS, width, blocking=False)
+        for peer in range(1, RANKS + 1):
+            dist.recv(torch.empty(1), group=group, group_src=peer, tag=TAG + 1)
+        began = time.perf_counter()
+        result = torch.empty(rows, width)
+        works = []
+        for i, into in enumerate(result.chunk(RANKS)):
+            works.append(dist.irecv(into, group=group, group_src=i + 1, tag=TAG))
+        for i in range(RANKS):
+            for t in data.values():
+                works.append(dist.isend(t.chunk(RANKS)[i], group=group, group_dst=i + 1, tag=TAG))
+        for work in works:
+            work.wait()
+        seconds = time.perf_counter() - began
+        get(refs)
+        return seconds
+
+    def empty(self) -> Any:
+        sides = {"ours": lambda: clock(self.a.empty)}
+        if self.rays:
+            sides["numpy"] = lambda: clock(self.rays.empty)  # there is one way only
+        return self.measure("empty", sides, 10)
+
+    def uneven(self) -> Any:
+        lengths = (torch.randn(1024) * 250 + 608).clamp(50, 1625).long()
+        mask = torch.arange(4096) < lengths[:, None]
+        data = {k: v * mask for k, v in columns(1024, 4096).items()}
+        packed, padded = DataProto({**data, "lengths": lengths}), DataProto(data)
+        want = data["old_log_probs"][mask] * 2
+        assert torch.equal(self.a.double(packed)["log_probs"][mask], want)
+        return self.measure("uneven", {"ours": lambda: clock(self.a.double, packed),
+                                       "padded": lambda: clock(self.a.double, padded)})  # fmt: skip
+
+    def replicas(self) -> None:
+        """Bytes out and peak memory of one call, in roles without and with replicas."""
+        data = columns(*SIZES["128M"])
+        batch, size = DataProto(data), sum(t.nbytes for t in data.values())
+        driver = current_driver()
+        for name, cluster in {"dp = 4": self.a, "dp = 2, tp = 2": self.tp}.items():
+            cluster.double(DataProto(columns(16, 308)))
+            before = driver.sending.bytes_sent + driver.hub.bytes_sent
+            time.sleep(0.2)
+            Path("/proc/self/clear_refs").write_text("5")
+            resident = memory("VmRSS")
+            result = cluster.double(batch)["log_probs"]
+            peak = size + memory("VmHWM") - resident
+            out = driver.sending.bytes_sent + driver.hub.bytes_sent - before
+            print(f"{name}: bytes out / batch {out / size:.4f}, driver's peak / (batch + result) "
+                  f"{peak / (size + result.nbytes):.3f}")  # fmt: skip
+
+
+def clock(body: Callable[..., Any], *args: Any) -> float:
+    began = time.perf_counter()
+    body(*args)
+    return time.perf_counter() - began
+
+
+def memory(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
+class Counting:
+    """A hub and a transport that only count."""
+
+    def __init__(self, rank: int):
+        self.rank, self.sent = rank, 0
+
+    def sender(self, rank: int) -> Counting:
+        return self
+
+    def send(self, *frame: Any) -> None:
+        self.sent += 1
+
+
+def post(ranks: int, empty: bool) -> float:
+    """Milliseconds to plan and post one call."""
+    places = [(rank // 8, rank % 8) for rank in range(ranks)] + [(0, 8)]
+    layout = world_layout(places, ranks // 8, 8)
+    counting = Counting(layout.driver_rank)
+    where = [RankPlace(n, r, f"node{n}", None, 0) for n, r in places]
+    Driver(layout, counting, counting, print, where).install()
+    config = WorkerConfig(name="a", device_mapping=list(range(ranks)), world_size=ranks)
+    cls = f"{Path(__file__).stem}.BenchWorker"
+    cluster = Cluster("a", cls, ResourceManager(ranks // 8, 8), config, blocking=False)
+    batch, taken = DataProto(columns(ranks * 2, 4096)), []
+    for _ in range(9):
+        before = counting.sent
+        call = (lambda: cluster.empty(blocking=False)) if empty else (
+            lambda: cluster.double(batch, blocking=False))  # fmt: skip
+        taken.append(clock(call))
+        assert counting.sent - before == ranks
+    return statistics.median(taken) * 1e3
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--no-ray", action="store_true")
+    args = parser.parse_args()
+    here = Path(__file__).resolve()
+    sys.path.insert(0, str(here.parent))
+    for ranks in (128, 256, 512, 1024):
+        print(f"{ranks:5} ranks: posting a batch {post(ranks, False):6.2f} ms, "
+              f"an empty call {post(ranks, True):6.2f} ms", flush=True)  # fmt: skip
+    role = {"worker_cls": f"{here.stem}.BenchWorker", "device_mapping": list(range(RANKS))}
+    with tempfile.TemporaryDirectory() as folder:
+        config = {"pipeline_cls": f"{here.stem}.BenchPipeline", "output_dir": folder, "a": role,
+                  "tp": {**role, "worker_cls": f"{here.stem}.TPBenchWorker"},
+                  "rounds": args.rounds, "ray": not args.no_ray}  # fmt: skip
+        (Path(folder) / "job.yaml").write_text(yaml.safe_dump(config))
+        command = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS + 1)]
+        return subprocess.run(
+            [sys.executable, "-m", *command, "-m", "roll_td", f"{folder}/job.yaml"],
+            env=os.environ | {"PYTHONPATH": str(here.parent), "OMP_NUM_THREADS": "1"},
+        ).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
