@@ -4,8 +4,8 @@
 
 Ray is run in three ways: as ROLL does it (contiguous, consolidate, torch.save for each chunk),
 TensorDict chunks cloned first (a view would carry its whole storage), and numpy columns (out of
-band, read without a copy). "share" is the time of bare isend/irecv over ours; bare starts with
-every receive posted and sends no header. A ratio is the median of the ratios of the rounds.
+band, read without a copy). Bare isend/irecv starts with every
+receive posted and sends no header. A ratio is the median of the ratios of the rounds.
 
 At 10,000 ranks: posting is linear, one pickled head and one write a rank, so ten times what is
 printed for 1,024. The driver's io thread reads as many answers, and one process holds as many
@@ -15,7 +15,7 @@ sockets: above a few thousand ranks a node leader has to pass on frames.
 from __future__ import annotations
 
 import argparse
-import io
+import math
 import os
 import random
 import statistics
@@ -26,16 +26,26 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import yaml
-from tensordict import TensorDict
 
-from roll_td import BaseConfig, BasePipeline, Cluster, DataProto, Dispatch, Topology
-from roll_td import Worker, WorkerConfig, get, register
+from roll_td import (
+    BaseConfig,
+    BasePipeline,
+    Cluster,
+    DataProto,
+    Dispatch,
+    Topology,
+    Worker,
+    WorkerConfig,
+    get,
+    register,
+)
 from roll_td.placement import world_layout
 from roll_td.runtime.cluster import ResourceManager
 from roll_td.runtime.driver import Driver, current_driver
@@ -46,12 +56,8 @@ RANKS, TAG = 4, 77
 COLUMNS = {"input_ids": torch.int64, "response_mask": torch.bool, "old_log_probs": torch.float32}
 
 
-def columns(rows: int, width: int) -> dict[str, torch.Tensor]:
-    return {
-        "input_ids": torch.randint(1, 99, (rows, width)),
-        "response_mask": torch.ones(rows, width, dtype=torch.bool),
-        "old_log_probs": torch.rand(rows, width),
-    }
+def columns(*shape: int) -> dict[str, torch.Tensor]:
+    return {name: torch.randint(1, 99, shape).to(dtype) for name, dtype in COLUMNS.items()}
 
 
 class BenchWorker(Worker):
@@ -90,87 +96,31 @@ class BenchConfig(BaseConfig):
     ray: bool = True
 
 
-class Saved:
-    """A batch that is pickled as ROLL's DataProto is."""
-
-    def __init__(self, batch: TensorDict):
-        self.batch = batch
-
-    def __getstate__(self) -> bytes:
-        buffer = io.BytesIO()
-        torch.save(self.batch.contiguous().consolidate(), buffer)
-        return buffer.getvalue()
-
-    def __setstate__(self, state: bytes) -> None:
-        self.batch = torch.load(io.BytesIO(state), weights_only=False)
-
-
-class RayWorker:
-    def saved(self, data):
-        return Saved(TensorDict({"log_probs": data.batch["old_log_probs"] * 2}, data.batch.shape))
-
-    def cloned(self, data):
-        return TensorDict({"log_probs": data["old_log_probs"] * 2}, data.batch_size)
-
-    def arrays(self, ids, mask, log_probs):
-        return log_probs * 2
-
-    def empty(self):
-        return None
-
-
-class RaySide:
-    def __init__(self) -> None:
-        import ray
-
-        self.ray = ray
-        ray.init(num_cpus=RANKS, include_dashboard=False, log_to_driver=False, logging_level="ERROR",
-                 object_store_memory=3 << 30)  # fmt: skip
-        self.actors = [ray.remote(RayWorker).remote() for _ in range(RANKS)]
-        self.empty()
-
-    def empty(self) -> None:
-        self.ray.get([a.empty.remote() for a in self.actors])
-
-    def saved(self, data: dict[str, torch.Tensor]) -> torch.Tensor:
-        chunks = TensorDict(data, [len(data["input_ids"])]).chunk(RANKS)
-        refs = [a.saved.remote(Saved(c)) for a, c in zip(self.actors, chunks, strict=True)]
-        return torch.cat([s.batch for s in self.ray.get(refs)])["log_probs"]
-
-    def cloned(self, data: dict[str, torch.Tensor]) -> torch.Tensor:
-        chunks = TensorDict(data, [len(data["input_ids"])]).chunk(RANKS)
-        refs = [a.cloned.remote(c.clone()) for a, c in zip(self.actors, chunks, strict=True)]
-        return torch.cat(self.ray.get(refs))["log_probs"]
-
-    def arrays(self, data: dict[str, torch.Tensor]) -> torch.Tensor:
-        import numpy as np
-
-        parts = zip(*(t.numpy().reshape(RANKS, -1, t.shape[1]) for t in data.values()), strict=True)
-        refs = [a.arrays.remote(*p) for a, p in zip(self.actors, parts, strict=True)]
-        return torch.from_numpy(np.concatenate(self.ray.get(refs)))
-
-
 class BenchPipeline(BasePipeline):
     def __init__(self, pipeline_config: BenchConfig):
         super().__init__(pipeline_config)
-        c = self.pipeline_config = pipeline_config
+        c = pipeline_config
         self.a = Cluster("a", c.a.worker_cls, self.resource_manager, c.a)
         self.tp = Cluster("tp", c.tp.worker_cls, self.resource_manager, c.tp)
 
     def run(self) -> None:
-        self.rays = RaySide() if self.pipeline_config.ray else None
+        self.rays: Any = None
+        if self.pipeline_config.ray:
+            from ray_side import RaySide
+
+            self.rays = RaySide(RANKS)
         lines = [self.size(*item) for item in SIZES.items()] + [self.empty(), self.uneven()]
         names = ["ours", "bare", "ROLL", "cloned", "numpy", "padded"]
-        titles = ["ROLL/ours", "cloned/ours", "numpy/ours", "padded/ours", "share"]
-        print(f"\n{'ms':8}" + "".join(f"{n:>9}" for n in names) + "".join(f"{t:>13}" for t in titles))
+        print(
+            "\n".join(["", f"{'ms':8}" + "".join(f"{n:>9}" for n in names) + "   ratios to ours"])
+        )
         for name, taken in lines:
             row = f"{name:8}"
             for side in names:
-                row += f"{statistics.median(taken[side]) * 1e3:9.2f}" if side in taken else f"{'-':>9}"
-            for title in titles:
-                over = "bare" if title == "share" else title.split("/")[0]
-                pairs = list(zip(taken.get(over, []), taken["ours"], strict=False))
-                row += f"{statistics.median(x / y for x, y in pairs):13.2f}" if pairs else f"{'-':>13}"
+                row += f"{statistics.median(taken[side] or [math.nan]) * 1e3:9.2f}"
+            for side in names[1:]:
+                pairs = zip(taken[side], taken["ours"], strict=False)
+                row += f"  {side} {statistics.median([x / y for x, y in pairs] or [math.nan]):.2f}"
             print(row)
         self.replicas()
         if self.rays:
@@ -190,27 +140,18 @@ class BenchPipeline(BasePipeline):
     def size(self, name: str, shape: tuple[int, int]) -> Any:
         data = columns(*shape)
         batch, expected = DataProto(data), data["old_log_probs"] * 2
-        checked: set[Any] = set()
-
-        def timed(body: Callable[[], torch.Tensor], key: str) -> float:
-            began = time.perf_counter()
-            result = body()
-            seconds = time.perf_counter() - began
-            assert key in checked or torch.equal(result, expected), key
-            checked.add(key)
-            return seconds
-
-        sides = {
-            "ours": lambda: timed(lambda: self.a.double(batch)["log_probs"], "ours"),
-            "bare": lambda: self.bare(data, expected),
-        }
+        bodies = {"ours": lambda: self.a.double(batch)["log_probs"]}
         if rays := self.rays:
-            sides["ROLL"] = lambda: timed(lambda: rays.saved(data), "ROLL")
-            sides["cloned"] = lambda: timed(lambda: rays.cloned(data), "cloned")
-            sides["numpy"] = lambda: timed(lambda: rays.arrays(data), "numpy")
+            bodies["ROLL"] = lambda: rays.saved(data)
+            bodies["cloned"] = lambda: rays.cloned(data)
+            bodies["numpy"] = lambda: rays.arrays(data)
+        for key, body in bodies.items():
+            assert torch.equal(body(), expected), key
+        sides = {key: partial(clock, body) for key, body in bodies.items()}
+        sides["bare"] = lambda: self.bare(data)
         return self.measure(name, sides, 5 if name == "64k" else 1)
 
-    def bare(self, data: dict[str, torch.Tensor], expected: torch.Tensor) -> float:
+    def bare(self, data: dict[str, torch.Tensor]) -> float:
         group = current_driver().transport.group(self.a._data_group)
         rows, width = data["input_ids"].shape
         refs = self.a.peer(self.a._data_group, rows // RANKS, width, blocking=False)
@@ -218,12 +159,15 @@ class BenchPipeline(BasePipeline):
             dist.recv(torch.empty(1), group=group, group_src=peer, tag=TAG + 1)
         began = time.perf_counter()
         result = torch.empty(rows, width)
-        works = []
-        for i, into in enumerate(result.chunk(RANKS)):
-            works.append(dist.irecv(into, group=group, group_src=i + 1, tag=TAG))
-        for i in range(RANKS):
-            for t in data.values():
-                works.append(dist.isend(t.chunk(RANKS)[i], group=group, group_dst=i + 1, tag=TAG))
+        works = [
+            dist.irecv(into, group=group, group_src=peer, tag=TAG)
+            for peer, into in enumerate(result.chunk(RANKS), 1)
+        ]
+        works += [
+            dist.isend(part, group=group, group_dst=peer, tag=TAG)
+            for column in data.values()
+            for peer, part in enumerate(column.chunk(RANKS), 1)
+        ]
         for work in works:
             work.wait()
         seconds = time.perf_counter() - began
@@ -233,7 +177,7 @@ class BenchPipeline(BasePipeline):
     def empty(self) -> Any:
         sides = {"ours": lambda: clock(self.a.empty)}
         if self.rays:
-            sides["numpy"] = lambda: clock(self.rays.empty)  # there is one way only
+            sides["numpy"] = partial(clock, self.rays.empty)  # there is one way only
         return self.measure("empty", sides, 10)
 
     def uneven(self) -> Any:
