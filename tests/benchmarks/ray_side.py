@@ -44,8 +44,13 @@ class RaySide:
         import ray
 
         self.ray, self.ranks = ray, ranks
-        ray.init(num_cpus=ranks, include_dashboard=False, log_to_driver=False, logging_level="ERROR",
-                 object_store_memory=3 << 30)  # fmt: skip
+        ray.init(
+            num_cpus=ranks,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+            object_store_memory=3 << 30,
+        )
         self.actors = [ray.remote(RayWorker).remote() for _ in range(ranks)]
         self.empty()
 
