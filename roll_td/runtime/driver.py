@@ -131,9 +131,12 @@ class Driver:
             self._expect_gang(number, -1, gang)
             for outgoings in per_rank.values():
                 self._register(number, outgoings, call.group)
+            heads: dict[tuple[int, ...], bytes] = {}  # pickled once, not once a rank
             for rank in ranks:
                 mine = per_rank.get(rank, [])
-                own = pickle.dumps([o.parcel for o in mine], 5) if mine else b""
+                key = tuple(map(id, mine))
+                own = heads.get(key) or pickle.dumps([o.head for o in mine], 5)
+                heads[key] = own
                 inline = [chunk for o in mine for chunk in o.inline()]
                 self.hub.sender(rank).send(Kind.COMMAND, head, own, inline)
                 self._running[rank][number] = f"{call.role}.{call.method}"
@@ -236,6 +239,7 @@ class Driver:
                 if answer.is_sent:
                     self.hub.sender(answer.rank).send(Kind.GOT, pickle.dumps(call.number))
             self._finish(call)
+            del call, works, item, answer  # a result lives no longer than its Refs
 
     def _finish(self, call: Call) -> None:
         call.done.set()

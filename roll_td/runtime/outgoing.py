@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,13 @@ class Outgoing:
     parcel: Parcel
     take: Take
     copies: bool
+
+    @property
+    def head(self) -> Parcel:
+        """What a receiver is told: who the others are only where bytes fan out to them."""
+        if self.parcel.fan_out:
+            return self.parcel
+        return replace(self.parcel, receivers=self.parcel.receivers[:1])
 
     def inline(self) -> list[Chunk]:
         """The bytes that travel in the control message."""
