@@ -16,6 +16,7 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -152,11 +153,11 @@ class Column:
     fill: float
     """The value of the padding of a packed column."""
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         return int(np.prod(self.tail, dtype=np.int64)) * self.dtype.itemsize
 
-    @property
+    @cached_property
     def token_bytes(self) -> int:
         return int(np.prod(self.tail[1:], dtype=np.int64)) * self.dtype.itemsize
 
