@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from roll_td.protocol import DataProto as DataProto
     from roll_td.runtime.cluster import Cluster as Cluster
     from roll_td.runtime.cluster import ResourceManager as ResourceManager
-    from roll_td.runtime.cluster import get as get
     from roll_td.runtime.dispatch import Dispatch as Dispatch
     from roll_td.runtime.dispatch import register as register
     from roll_td.runtime.dispatch import register_request as register_request
     from roll_td.runtime.failure import WorkerError as WorkerError
+    from roll_td.runtime.refs import get as get
     from roll_td.runtime.worker import Worker as Worker
 
 _NAMES = {
@@ -39,7 +39,8 @@ _NAMES = {
     "plan": ("StepPlan", "default_plan"),
     "platform": ("current_platform",),
     "protocol": ("DataProto",),
-    "runtime.cluster": ("Cluster", "ResourceManager", "get"),
+    "runtime.cluster": ("Cluster", "ResourceManager"),
+    "runtime.refs": ("get",),
     "runtime.dispatch": ("Dispatch", "register", "register_request"),
     "runtime.failure": ("WorkerError",),
     "runtime.worker": ("Worker",),

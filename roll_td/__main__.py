@@ -6,14 +6,14 @@ import argparse
 import logging
 import os
 import sys
-import time
 from collections.abc import Sequence
 
 from roll_td.config.classes import import_class
 from roll_td.config.load import load
 from roll_td.config.schema import ConfigError
 from roll_td.distributed.world import World, read_world
-from roll_td.runtime.failure import end_process, say, write_error_file
+from roll_td.runtime.failure import Cause, end_process, say, write_error_file
+from roll_td.runtime.process import die_with_parent
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,29 +28,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         world = read_world(os.environ)
     except ValueError as error:
-        return _refuse(str(error), None)
+        return _refuse(f"roll-td: {error}", None)
+    die_with_parent(world)
     _set_up_logging(world)
     try:
         config = load(arguments.config, arguments.overrides)
         pipeline_cls = import_class(str(config.pipeline_cls))
     except ConfigError as error:
-        return _refuse(str(error), world)
+        return _refuse(f"roll-td: {error}", world)
     except ValueError as error:
-        return _refuse(f"pipeline_cls={config.pipeline_cls!r}: {error}", world)
+        return _refuse(f"roll-td: pipeline_cls={config.pipeline_cls!r}: {error}", world)
+    except Exception as error:  # the rank's edge: importing ran the user's code
+        cause = Cause.of(error, "exception", world.rank, method=f"loading {arguments.config}")
+        return _refuse(cause.render(), world)
 
     from roll_td.runtime.job import run_job
 
-    return run_job(pipeline_cls, config)
+    return run_job(world, pipeline_cls, config)
 
 
 def _refuse(text: str, world: World | None) -> int:
-    text = f"roll-td: {text}"
-    speaks = world is None or world.local_rank == 0
-    write_error_file(text, full=speaks)
-    if speaks:
+    if world is None or world.world_size == 1:
+        write_error_file(text, full=True)
         say(text)
     else:
-        time.sleep(2)  # a launcher ends all ranks once one has gone: let rank 0 speak first
+        from roll_td.runtime.rendezvous import refuse
+
+        refuse(world, text)
     return 2
 
 

@@ -1,11 +1,13 @@
 """Columns of a DataProto: their types, and what is done to one column at a time."""
 
 import copy
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 Objects = np.ndarray[Any, np.dtype[np.object_]]
@@ -34,16 +36,52 @@ def pad_value(name: str) -> int:
     return -100 if name == "labels" else 0
 
 
-def tensor_rows(key: str, value: Any) -> int:
+def tensor_table(batch: TensorDictBase | Mapping[str, Tensor] | None) -> TensorDict | None:
+    """A TensorDict of its own of the tensors of `batch`. TypeError for a name or value that is
+    none, ValueError for tensors that have no rows, differ in rows, or are sparse or nested."""
+    if batch is None:
+        return None
+    if not isinstance(batch, TensorDictBase | Mapping):
+        raise TypeError(f"batch is a {type(batch).__name__}: want a TensorDict, a dict or None")
+    tensors = dict(batch.items())
+    counts = {key: _tensor_rows(key, v) for key, v in tensors.items()}
+    if isinstance(batch, TensorDictBase):
+        if batch.batch_dims != 1:
+            raise ValueError(f"batch has batch_size {list(batch.batch_size)}: want [rows]")
+        counts["(batch_size)"] = batch.batch_size[0]
+    return TensorDict(tensors, batch_size=[equal_rows(counts)])
+
+
+def equal_rows(counts: Mapping[str, int]) -> int:
+    """The number of rows that all columns have; 0 if there is no column."""
+    if len(set(counts.values())) > 1:
+        raise ValueError(f"columns differ in rows: {counts}; every column has one entry a row")
+    return next(iter(counts.values()), 0)
+
+
+def _tensor_rows(key: str, value: Any) -> int:
+    _check_name(key)
     if not isinstance(value, Tensor):
         raise TypeError(f"batch[{key!r}] is a {type(value).__name__}: want a tensor")
     if value.ndim == 0:
         raise ValueError(f"tensor {key!r} has no dimension: want rows first; or use meta_info")
+    if value.layout != torch.strided or value.is_nested:
+        raise ValueError(f"tensor {key!r} is sparse or nested: make it dense, or a list of rows")
     return len(value)
+
+
+def _check_name(key: object) -> None:
+    if not isinstance(key, str):
+        raise TypeError(f"column name {key!r} is a {type(key).__name__}: want a string")
+
+
+def is_object_column(values: object) -> bool:
+    return isinstance(values, np.ndarray) and values.dtype == object and values.ndim == 1
 
 
 def object_column(key: str, values: Any) -> Objects:
     """A 1-D object array of the rows of a list or array; nested sequences stay one object."""
+    _check_name(key)
     if not isinstance(values, np.ndarray | list):
         raise TypeError(
             f"column {key!r} is a {type(values).__name__}: want a tensor, an array or a list, one "
@@ -57,6 +95,41 @@ def object_column(key: str, values: Any) -> Objects:
     for row, value in enumerate(values):
         column[row] = value
     return column
+
+
+def row_numbers(index: Any, rows: int) -> Tensor:
+    """An index list or mask as int64 row numbers on the CPU, checked, none negative."""
+    try:
+        numbers = torch.as_tensor(list(index) if isinstance(index, range) else index).cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"rows {index!r:.80} are neither numbers nor a mask; columns go by select()"
+        ) from error
+    if numbers.ndim != 1:
+        raise ValueError(f"row index has shape {list(numbers.shape)}: want one dimension")
+    if numbers.dtype == torch.bool:
+        if len(numbers) != rows:
+            raise ValueError(f"mask has {len(numbers)} entries for {rows} rows")
+        return numbers.nonzero()[:, 0]
+    if numbers.dtype == torch.uint8:
+        raise TypeError("row index is torch.uint8, to torch a mask: want bool or int64")
+    if len(numbers) and (numbers.is_floating_point() or numbers.is_complex()):
+        raise TypeError(f"row index is {numbers.dtype}: want integers or booleans")
+    numbers = numbers.long()
+    beyond = numbers[(numbers < -rows) | (numbers >= rows)]
+    if len(beyond):
+        raise IndexError(f"row {int(beyond[0])} of {rows} rows: out of range")
+    return torch.where(numbers < 0, numbers + rows, numbers)
+
+
+def whole(what: str, value: Any, least: int | None = None) -> int:
+    """`value` as an int; TypeError unless it is a whole number, ValueError below `least`."""
+    rule = f"{what} is {value!r:.80}: want a whole number"
+    if isinstance(value, bool | np.bool_) or not hasattr(value, "__index__"):
+        raise TypeError(rule)
+    if least is not None and operator.index(value) < least:
+        raise ValueError(f"{rule} of at least {least}")
+    return operator.index(value)
 
 
 def map_leaves(value: Any, leaf: Callable[[Any], Any]) -> Any:

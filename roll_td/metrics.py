@@ -23,14 +23,14 @@ class Mean(Metric):
     """A mean over `count` things (rows, tokens); merging weights each part by its count.
 
     A Mean of count 0 says "nothing was measured": its value does not matter to a merge.
-    ValueError for a count below 0.
+    ValueError for a count below 0 or without end.
     """
 
     __slots__ = ("count",)
     count: float
 
     def __new__(cls, value: float, count: float = 1.0) -> Self:
-        if not count >= 0:
+        if not 0 <= count < math.inf:
             raise ValueError(
                 f"Mean got count {count}: a count is 0 or more; give the number of things averaged"
             )

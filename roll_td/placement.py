@@ -160,6 +160,13 @@ def _place_on_devices(
     seats = []
     for worker in range(len(devices) // per_worker):
         own = tuple(devices[worker * per_worker : (worker + 1) * per_worker])
+        nodes = sorted({layout.slots[ranks[device]].node for device in own})
+        if len(nodes) > 1:
+            raise ValueError(
+                f"worker {worker} of {name} has the devices {list(own)} of the nodes {nodes}, and "
+                "a worker lives in one process; order device_mapping so that each worker's "
+                f"{per_worker} are on one node, or lower num_gpus_per_worker"
+            )
         seats.append(Seat(worker, tuple(ranks[device] for device in own), own))
     return RolePlacement(name, tuple(seats))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 
 import torch
@@ -30,6 +31,13 @@ class Platform:
         if device.type == "cuda":
             torch.cuda.set_device(device)
 
+    def seed(self, number: int) -> None:
+        """Seed torch's draws on the CPU and on the current device. Not torch.manual_seed, which
+        takes 0.4 ms to look at every kind of device that there is."""
+        torch.default_generator.manual_seed(number)
+        if self.device_type == "cuda":
+            torch.cuda.manual_seed(number)
+
     def empty_cache(self) -> None:
         """Free what the caching allocator holds."""
         if self.device_type == "cuda":
@@ -43,5 +51,17 @@ def physical_device(local_rank: int) -> str | None:
         return None
     return visible[0] if len(visible) == 1 else (visible + ["?"] * (local_rank + 1))[local_rank]
 
+
+def keep_freed_memory() -> None:
+    """Have the C library reuse blocks of up to 32 MiB that were freed, up to 256 MiB of them. Else
+    it gives them back, and each buffer of a call costs a page fault every 4 KiB: measured, that is
+    up to half of the processor time of a call. Nothing happens without glibc."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 32 << 20)
+        mallopt(_M_TRIM_THRESHOLD, 256 << 20)
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 current_platform = Platform()

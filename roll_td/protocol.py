@@ -6,7 +6,6 @@ rows (slices, chunk, concat, repeat, reorder …) and `select`, `clone`, `to` re
 shared where no copy is needed, containers and meta_info never.
 """
 
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Self
@@ -20,13 +19,17 @@ from roll_td.columns import (
     TOKEN_COLUMNS,
     Column,
     compact,
+    equal_rows,
+    is_object_column,
     join,
     map_column,
     map_leaves,
     object_column,
     pad_value,
+    row_numbers,
     same_values,
-    tensor_rows,
+    tensor_table,
+    whole,
 )
 from roll_td.metrics import merge_metrics
 
@@ -53,23 +56,35 @@ class DataProto:
         meta_info: Mapping[str, Any] | None = None,
         plan: "StepPlan | None" = None,
     ) -> None:
-        tensors = {} if batch is None else dict(batch.items())
-        objects = {key: object_column(key, v) for key, v in (non_tensor_batch or {}).items()}
-        if both := tensors.keys() & objects.keys():
-            raise ValueError(f"columns {sorted(both)} are in batch and in non_tensor_batch: rename")
-        counts = {key: tensor_rows(key, v) for key, v in tensors.items()}
-        counts |= {key: len(v) for key, v in objects.items()}
-        if isinstance(batch, TensorDictBase):
-            if batch.batch_dims != 1:
-                raise ValueError(f"batch has batch_size {list(batch.batch_size)}: want [rows]")
-            counts["(batch_size)"] = batch.batch_size[0]
-        if len(set(counts.values())) > 1:
-            raise ValueError(f"columns differ in rows: {counts}; every column has one entry a row")
-        rows = next(iter(counts.values()), 0)
-        self.batch = None if batch is None else TensorDict(tensors, batch_size=[rows])
-        self.non_tensor_batch = objects
-        self.meta_info = dict(meta_info or {})
+        self.batch = batch
+        self.non_tensor_batch = non_tensor_batch or {}
+        self.meta_info = meta_info or {}
         self.plan = plan
+        counts = {key: len(column) for key, column in self._columns().items()}
+        if self.batch is not None and not self.batch.keys():
+            counts["(batch_size)"] = len(self)
+        equal_rows(counts)
+
+    @property
+    def batch(self) -> TensorDict | None:
+        """The tensor columns; what is assigned is copied into a TensorDict of its own."""
+        return self._batch
+
+    @batch.setter
+    def batch(self, value: TensorDictBase | Mapping[str, Tensor] | None) -> None:
+        self._batch = tensor_table(value)
+
+    @property
+    def non_tensor_batch(self) -> dict[str, Any]:
+        """The object columns; a list or another array put into the dict becomes one too."""
+        for key, values in self._objects.items():
+            if not is_object_column(values):
+                self._objects[key] = object_column(key, values)
+        return self._objects
+
+    @non_tensor_batch.setter
+    def non_tensor_batch(self, value: Mapping[str, Any]) -> None:
+        self._objects: dict[str, Any] = {key: object_column(key, v) for key, v in value.items()}
 
     @classmethod
     def from_single_dict(
@@ -87,6 +102,8 @@ class DataProto:
 
     @meta_info.setter
     def meta_info(self, value: Mapping[str, Any]) -> None:
+        if not isinstance(value, Mapping):
+            raise TypeError(f"meta_info is a {type(value).__name__}: want a dict")
         self._meta_info: dict[str, Any] = map_leaves(dict(value), lambda leaf: leaf)
 
     def __len__(self) -> int:
@@ -121,7 +138,7 @@ class DataProto:
             return self._on_rows(lambda column: column[start:stop:step])
         if isinstance(item, list | tuple | range) or getattr(item, "ndim", 0) > 0:
             return self.select_idxs(item)
-        row = int(self._row_numbers([operator.index(item)])[0])
+        row = int(row_numbers([whole("row", item)], len(self))[0])
         return self._on_rows(lambda column: column[row : row + 1])
 
     def select(self, keys: str | Iterable[str]) -> Self:
@@ -165,7 +182,7 @@ class DataProto:
         for key in mine.keys() & theirs.keys():
             if not same_values(mine[key], theirs[key]):
                 raise ValueError(f"union: column {key!r} differs; pop it or use update to replace")
-        meta_info = _merge_meta([self.meta_info, other.meta_info])
+        meta_info = merge_meta([self.meta_info, other.meta_info])
         self._adopt(theirs | mine)
         self.meta_info = meta_info
         return self
@@ -197,11 +214,11 @@ class DataProto:
 
     def select_idxs(self, index: Index) -> Self:
         """Rows by numbers (negative from the end) or by a mask (B,), in the order given."""
-        return self._take(self._row_numbers(index))
+        return self._take(row_numbers(index, len(self)))
 
     def reorder(self, order: Index) -> Self:
         """The same rows in another order, as a new DataProto. ValueError if no permutation."""
-        rows = self._row_numbers(order)
+        rows = row_numbers(order, len(self))
         if not torch.equal(rows.sort().values, torch.arange(len(self))):
             raise ValueError(
                 f"reorder got {rows.tolist()} for {len(self)} rows: want every row number once; "
@@ -211,8 +228,7 @@ class DataProto:
 
     def repeat(self, n: int, interleave: bool = True) -> Self:
         """Each row n times: a a b b if interleave, else a b a b. ValueError for n below 0."""
-        if n < 0:
-            raise ValueError(f"repeat({n}): n must be 0 or more")
+        n = whole("repeat: n", n, 0)
         rows = torch.arange(len(self))
         return self._take(rows.repeat_interleave(n) if interleave else rows.repeat(n))
 
@@ -223,18 +239,19 @@ class DataProto:
         """
         groups: dict[Any, list[int]] = {}
         for row, value in enumerate(self[key].tolist()):
-            if isinstance(value, Tensor) or type(value).__hash__ is None:
+            try:
+                hash(value)
+            except TypeError:
                 raise TypeError(
                     f"group_by({key!r}): row {row} is a {type(value).__name__}, which cannot be a "
                     "group's key; use a column of numbers or strings"
-                )
+                ) from None
             groups.setdefault(value, []).append(row)
         return {value: self.select_idxs(rows) for value, rows in groups.items()}
 
     def chunk(self, n: int) -> list[Self]:
         """Exactly n parts in order, sizes as numpy.array_split; empty ones keep the columns."""
-        if n < 1:
-            raise ValueError(f"chunk({n}): n must be 1 or more")
+        n = whole("chunk: n", n, 1)
         size, larger = divmod(len(self), n)
         bounds = [part * size + min(part, larger) for part in range(n + 1)]
         return [self[start:stop] for start, stop in pairwise(bounds)]
@@ -247,9 +264,12 @@ class DataProto:
         if the rows have `lengths`. ValueError for no parts, for a column that a part lacks or that
         differs in kind, dtype or shape, and for a meta_info key with unlike values.
         """
+        parts = list(parts)
         if not parts:
             raise ValueError("concat of no parts: give one at least, it may be empty")
-        meta_info = _merge_meta([part.meta_info for part in parts])
+        if odd := [type(part).__name__ for part in parts if not isinstance(part, DataProto)]:
+            raise TypeError(f"concat got {odd[0]} among its parts: want DataProtos")
+        meta_info = merge_meta([part.meta_info for part in parts])
         tables = [part._columns() for part in parts if len(part) or part.keys()]
         columns = {}
         for key in dict.fromkeys(key for table in tables for key in table):
@@ -263,14 +283,13 @@ class DataProto:
 
     def pad_to(self, divisor: int) -> tuple[Self, int]:
         """Rows repeated from the start until divisible, and how many were added; 0 stay 0."""
-        if divisor < 1:
-            raise ValueError(f"pad_to({divisor}): the divisor must be 1 or more")
+        divisor = whole("pad_to: divisor", divisor, 1)
         added = -len(self) % divisor
         return self._take(torch.arange(len(self) + added) % max(len(self), 1)), added
 
     def unpad(self, n: int) -> Self:
         """All rows but the last n. ValueError unless 0 <= n <= rows."""
-        if not 0 <= n <= len(self):
+        if whole("unpad: n", n, 0) > len(self):
             raise ValueError(f"unpad({n}) of {len(self)} rows: want 0 to {len(self)}")
         return self._on_rows(lambda column: column[: len(self) - n])
 
@@ -279,8 +298,10 @@ class DataProto:
 
         The last batch of an epoch may be smaller. ValueError for a size below 1.
         """
-        if size < 1:
-            raise ValueError(f"iter_batches: size {size} must be 1 or more")
+        size, epochs = (
+            whole("iter_batches: size", size, 1),
+            whole("iter_batches: epochs", epochs, 0),
+        )
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         orders = (
             torch.arange(len(self)) if generator is None else self._shuffled(generator)
@@ -292,7 +313,7 @@ class DataProto:
     @staticmethod
     def materialize_concat(refs: Any) -> "DataProto":
         """Wait for every rank's result of a call; concat those of the collecting ranks."""
-        from roll_td.runtime.cluster import materialize_concat
+        from roll_td.runtime.refs import materialize_concat
 
         result: DataProto = materialize_concat(refs)
         return result
@@ -305,7 +326,10 @@ class DataProto:
 
     def _columns(self) -> dict[str, Column]:
         tensors: dict[str, Any] = {} if self.batch is None else dict(self.batch.items())
-        return tensors | self.non_tensor_batch
+        objects = self.non_tensor_batch
+        if both := sorted(tensors.keys() & objects.keys()):
+            raise ValueError(f"columns {both} are in batch and in non_tensor_batch: rename")
+        return tensors | objects
 
     def _like(self, columns: Mapping[str, Column], plan: "StepPlan | None" = None) -> Self:
         """A DataProto of these columns (as many rows as the columns, or as this one)."""
@@ -336,23 +360,6 @@ class DataProto:
     def _shuffled(self, generator: torch.Generator) -> Tensor:
         return torch.randperm(len(self), generator=generator)
 
-    def _row_numbers(self, index: Index) -> Tensor:
-        """An index list or mask as int64 row numbers on the CPU, checked, none negative."""
-        numbers = torch.as_tensor(list(index) if isinstance(index, range) else index).cpu()
-        if numbers.ndim != 1:
-            raise ValueError(f"row index has shape {list(numbers.shape)}: want one dimension")
-        if numbers.dtype == torch.bool:
-            if len(numbers) != len(self):
-                raise ValueError(f"mask has {len(numbers)} entries for {len(self)} rows")
-            return numbers.nonzero()[:, 0]
-        if len(numbers) and (numbers.is_floating_point() or numbers.is_complex()):
-            raise TypeError(f"row index is {numbers.dtype}: want integers or booleans")
-        numbers = numbers.long()
-        beyond = numbers[(numbers < -len(self)) | (numbers >= len(self))]
-        if len(beyond):
-            raise IndexError(f"row {int(beyond[0])} of {len(self)} rows: out of range")
-        return torch.where(numbers < 0, numbers + len(self), numbers)
-
     def _check_keys(self, keys: str | Iterable[str]) -> list[str]:
         names = [keys] if isinstance(keys, str) else list(keys)
         if unknown := [name for name in names if name not in self]:
@@ -371,11 +378,14 @@ def _split(
     return TensorDict({}, batch_size=[rows]), objects
 
 
-def _merge_meta(infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def merge_meta(infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One meta_info for all parts. ValueError for a key, metrics aside, of unlike values."""
     merged: dict[str, Any] = {}
     for key in dict.fromkeys(key for info in infos for key in info):
         values = [info[key] for info in infos if key in info]
         if key == "metrics":
+            if odd := [value for value in values if not isinstance(value, Mapping)]:
+                raise TypeError(f"meta_info 'metrics' is {odd[0]!r:.80}: want a dict of metrics")
             merged[key] = merge_metrics(values)
             continue
         merged[key] = values[0]

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from roll_td.config.checkpoint import CheckpointConfig
 from roll_td.config.device_mapping import parse_device_mapping
 from roll_td.config.masking import shown
+from roll_td.config.model import GenerationConfig, ModelConfig, TrainingConfig
 from roll_td.config.schema import ConfigError, Problem
+from roll_td.config.strategies import StrategyArgs
+from roll_td.config.trackers import TrackersConfig
+
+MOST_TIMEOUT_S = 36_500 * 86_400
+"""gloo waits for ever where its timeout overflows: 36,500 days were tried and are fine."""
 
 
 @dataclass
@@ -28,12 +35,20 @@ class WorkerConfig:
     """Number of workers. A role with devices derives it, a role on CPUs gives it."""
     timeout_s: float = 1800.0
     """Seconds after which a collective of this role fails."""
+    strategy_args: StrategyArgs | None = None
+    """The backend; None: the Worker class has no use for one."""
+    model: ModelConfig | None = None
+    """The role's model; None: that of the pipeline, if it has one."""
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    """For a role that trains."""
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+    """For a role that generates."""
 
     def __post_init__(self) -> None:
         problems = [
-            *_positive(self, "num_gpus_per_worker"),
-            *_positive(self, "timeout_s"),
-            *([] if self.world_size is None else _positive(self, "world_size")),
+            *_count(self, "num_gpus_per_worker"),
+            *_timeout(self, "timeout_s"),
+            *([] if self.world_size is None else _count(self, "world_size")),
         ]
         if self.device_mapping is not None:
             given = shown("device_mapping", self.device_mapping)
@@ -42,13 +57,17 @@ class WorkerConfig:
             except ValueError as error:
                 rule, _, fix = str(error).partition("; ")
                 problems.append(Problem("device_mapping", given, rule, fix))
-        if not problems and isinstance(self.device_mapping, list):
-            problems = self._derive_world_size(self.device_mapping)
+        if not problems:
+            problems = self._derive_world_size()
         if problems:
             raise ConfigError(problems)
 
-    def _derive_world_size(self, devices: list[int]) -> list[Problem]:
-        per_worker, given = self.num_gpus_per_worker, self.world_size
+    def _derive_world_size(self) -> list[Problem]:
+        devices, per_worker, given = self.device_mapping, self.num_gpus_per_worker, self.world_size
+        if not isinstance(devices, list):
+            rule, fix = "needs a device_mapping", "leave it out for a role on CPUs"
+            wrong = Problem("num_gpus_per_worker", str(per_worker), rule, fix)
+            return [] if per_worker == 1 else [wrong]
         if len(devices) % per_worker:
             rule = f"does not divide the {len(devices)} devices of device_mapping"
             fix = "give each worker the same number of devices"
@@ -78,7 +97,7 @@ class JobSize:
 
 
 @dataclass
-class BaseConfig:
+class BaseConfig(CheckpointConfig):
     """What every pipeline is given. A pipeline's own config subclasses it; its __post_init__
     calls super().__post_init__(), having set before what the sizes derive from."""
 
@@ -100,10 +119,13 @@ class BaseConfig:
     """Ranks of a node without a device. None: the driver's and enough for the CPU roles."""
     transfer_timeout_s: float = 1800.0
     """Seconds after which a transfer of data between driver and workers fails."""
+    trackers: TrackersConfig = field(default_factory=TrackersConfig)
+    """Where metrics go beside the run directory and the terminal."""
 
     def __post_init__(self) -> None:
         sections = role_sections(vars(self))
-        problems = [*_positive(self, "transfer_timeout_s"), *_same_names(sections)]
+        problems = [*_timeout(self, "transfer_timeout_s"), *_same_names(sections)]
+        problems += self.checkpoint_problems()
         given = (self.num_nodes, self.num_gpus_per_node, self.num_cpu_ranks_per_node)
         try:
             size = job_size(sections.values(), *given)
@@ -152,9 +174,9 @@ def job_size(
     roles = list(roles)
     given = JobSize(num_nodes, num_gpus_per_node or 0, num_cpu_ranks_per_node or 0)
     problems = [
-        *_positive(given, "num_nodes"),
-        *_positive(given, "num_gpus_per_node", least=0),
-        *_positive(given, "num_cpu_ranks_per_node", least=0),
+        *_count(given, "num_nodes"),
+        *_count(given, "num_gpus_per_node", least=0),
+        *_count(given, "num_cpu_ranks_per_node", least=0),
     ]
     mappings = [role.device_mapping for role in roles]
     devices = [d for mapping in mappings if isinstance(mapping, list) for d in mapping]
@@ -193,10 +215,19 @@ def _same_names(sections: Mapping[str, WorkerConfig]) -> list[Problem]:
     return problems
 
 
-def _positive(owner: object, name: str, least: int | None = None) -> list[Problem]:
-    """A problem if field `name` is not above 0, or not at least `least`."""
+def _count(owner: object, name: str, least: int = 1) -> list[Problem]:
+    """A problem if field `name` is not a whole number of at least `least`."""
     value = getattr(owner, name)
-    if value > 0 if least is None else value >= least:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= least:
         return []
-    rule = "must be above 0" if least is None else f"must be at least {least}"
+    rule = f"must be a whole number of at least {least}"
+    return [Problem(name, repr(value), rule, "leave it out for the default")]
+
+
+def _timeout(owner: object, name: str) -> list[Problem]:
+    """A problem if field `name` is no time that torch.distributed can wait for."""
+    value = getattr(owner, name)
+    if isinstance(value, int | float) and 0 < value <= MOST_TIMEOUT_S:
+        return []
+    rule = f"must be above 0 and at most {MOST_TIMEOUT_S} seconds (100 years)"
     return [Problem(name, repr(value), rule, "leave it out for the default")]

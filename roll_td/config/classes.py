@@ -13,14 +13,23 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 _SHIPPED = "roll_td."
 
 
 def import_class(dotted: str) -> type:
-    """The class at `dotted`, imported; the working directory counts as on the Python path.
+    """As import_object; a ValueError too if it is no class."""
+    found = import_object(dotted)
+    if not isinstance(found, type):
+        raise ValueError(f"is a {type(found).__name__}; name a class")
+    return found
 
-    Raises ValueError if it is no dotted path, or there is no such module, attribute or class.
+
+def import_object(dotted: str) -> Any:
+    """What is at `dotted`, imported; the working directory counts as on the Python path.
+
+    Raises ValueError if it is no dotted path, or there is no such module or attribute.
     """
     module_name, name = _split(dotted)
     if os.getcwd() not in sys.path:
@@ -34,12 +43,9 @@ def import_class(dotted: str) -> type:
     except (ImportError, SyntaxError) as error:
         raise ValueError(f"importing {module_name} failed: {error}; mend it") from error
     try:
-        found = getattr(module, name)
+        return getattr(module, name)
     except AttributeError:
         raise ValueError(_no_class(module_name, name, dir(module))) from None
-    if not isinstance(found, type):
-        raise ValueError(f"is a {type(found).__name__}; name a class")
-    return found
 
 
 def check_class(dotted: str) -> None:

@@ -59,7 +59,8 @@ def check_config(path: str | Path, overrides: Sequence[str] = ()) -> Checked:
         data = _compose(path, overrides)
     except ConfigError as error:
         return Checked(None, error.problems, {}, None, False)
-    data.setdefault("exp_name", path.stem)
+    if data.get("exp_name") is None:
+        data["exp_name"] = path.stem
     cls, problems = _config_class(data)
     known = cls is not None
     if cls is None:
@@ -101,19 +102,26 @@ def _compose(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
         with initialize_config_dir(config_dir=str(directory), version_base=None):
             composed = compose(config_name=path.stem, overrides=reaching)
         missing = sorted(OmegaConf.missing_keys(composed))
-        if missing:
-            raise ConfigError(Problem(key, "'???'", "must be given", "set it") for key in missing)
-        data = OmegaConf.to_container(composed, resolve=True)
+        data = {} if missing else OmegaConf.to_container(composed, resolve=True)
     except yaml.MarkedYAMLError as error:
         line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
         rule = f"not readable as YAML{line}: {error.problem}"
         raise ConfigError([Problem("", "", rule, "mend the file")]) from None
-    except (HydraException, OmegaConfBaseException) as error:
-        rule = mask_urls(str(error)).strip().partition("\n")[0]
-        key = getattr(error, "full_key", None) or ""
-        raise ConfigError([Problem(key, "", rule, "")]) from None
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise ConfigError([_hydra_problem(error)]) from None
+    if missing:
+        raise ConfigError(Problem(key, "'???'", "must be given", "set it") for key in missing)
     assert isinstance(data, dict)
     return {str(key): value for key, value in data.items()}
+
+
+def _hydra_problem(error: Exception) -> Problem:
+    """What Hydra or OmegaConf says; ValueErrors of theirs come from the text of the file."""
+    if isinstance(error, UnicodeDecodeError):
+        return Problem("", "", f"not readable as UTF-8: {error.reason}", "mend the file")
+    said = str(error) or str(error.__cause__)
+    rule = mask_urls(said).strip().partition("\n")[0]
+    return Problem(getattr(error, "full_key", None) or "", "", rule, "")
 
 
 def _reaching_overrides(
@@ -125,8 +133,10 @@ def _reaching_overrides(
     for text in overrides:
         key, _, value = text.partition("=")
         try:
-            parsed = parser.parse_override(text)
+            parsed = parser.parse_override(text) if key.strip("+~ ") else None
         except HydraException:
+            parsed = None
+        if parsed is None:
             rule, fix = "Hydra can't read this override", "write key=value or 'key=\"value\"'"
             problems.append(Problem(key, shown(key, value), rule, fix))
             continue

@@ -7,19 +7,21 @@ from collections.abc import Mapping
 
 MASK = "***"
 
-_SECRET_KEY = re.compile(r"(api_?key|password|secret)s?$")
+_SECRET_KEY = re.compile(
+    r"((api|access|secret|private)_?key|passw(or)?d|passphrase|secret|credential|authorization)s?$"
+)
 _TOKEN_KEY = re.compile(r"token$")
 _VOCABULARY_KEY = re.compile(r"(^|_)(bos|eos|pad|unk|cls|sep|mask|stop|special|image)_token$")
-_URL_LOGIN = re.compile(r"(?<=://)[^/\s]*:[^/\s]*@")
+_URL_LOGIN = re.compile(r"(?<=://)[^/\s]*:[^/\s]*@|(?<=http://)[^/\s]*@|(?<=https://)[^/\s]*@")
 _URL_SECRET = re.compile(r"(?i)([?&][^=&\s]*(?:api_?key|token|password|secret)=)[^&#\s]+")
 
 
 def masked(value: object, key: str = "") -> object:
     """`value`, found under `key`, as plain data with every secret in it replaced.
 
-    Secret are values whose key is or ends with api_key, token, password or secret, and logins
-    in URLs. Truth values stay, and so do numbers and a tokenizer's special tokens under a key
-    that ends with token.
+    Secret are values whose key is or ends with api_key, token, password, secret or the like, and
+    logins in URLs. Truth values stay, and so do numbers and a tokenizer's special tokens under a
+    key that ends with token.
     """
     if isinstance(value, Mapping):
         return {str(k): masked(v, key if _is_secret(key, v) else str(k)) for k, v in value.items()}

@@ -235,7 +235,9 @@ _CONTAINERS: dict[Any, Callable[[Any, Any, str, _Sections], tuple[Any, list[Prob
 def _wrong(hint: Any, value: Any, key: str) -> tuple[Any, list[Problem]]:
     got = "null" if value is None else type(value).__name__
     rule = f"must be {_type_text(hint)}, is {got}"
-    return _BAD, [Problem(key, shown(key, value), rule, "")]
+    is_text = hint is str or set(get_args(hint)) == {str, type(None)}
+    fix = "write it in quotes" if is_text and isinstance(value, int | float) else ""
+    return _BAD, [Problem(key, shown(key, value), rule, fix)]
 
 
 def _type_text(hint: Any) -> str:

@@ -15,6 +15,8 @@ from itertools import product
 
 import numpy as np
 
+from roll_td.config.base import WorkerConfig
+
 RankTuples = tuple[tuple[int, ...], ...]
 
 
@@ -37,10 +39,21 @@ class Topology:
     """True: the ranks meet in collectives at each micro-batch, so all need equally many."""
     micro_batch_size: int | None = None
     """Rows of one micro-batch; None: all rows of a dp rank in one."""
+    shard: int | None = None
+    """Neighbouring dp ranks that hold one copy of the model between them, where those are not all
+    of them (hybrid sharding). Only without tp, pp and cp."""
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "pp", "cp"):
             _check_positive(name, getattr(self, name), "leave it out to get 1")
+        if self.shard is not None:
+            way_out = "leave it out to shard over all dp ranks"
+            _check_positive("shard", self.shard, way_out)
+            if self.dp % self.shard or self.dp != self.world_size:
+                raise ValueError(
+                    f"Topology: shard={self.shard} must divide dp={self.dp}, and there must be "
+                    f"no tp, pp or cp beside it; {way_out}"
+                )
         if self.micro_batch_size is not None:
             way_out = "leave it out to get one micro-batch per dp rank"
             _check_positive("micro_batch_size", self.micro_batch_size, way_out)
@@ -82,6 +95,32 @@ def data_parallel(world_size: int) -> Topology:
     return Topology(dp=world_size)
 
 
+def apart(config: WorkerConfig) -> Topology:
+    """The topology of a strategy whose workers have nothing to do with each other."""
+    return data_parallel(_workers(config))
+
+
+def together(config: WorkerConfig) -> Topology:
+    """The topology of FSDP: every worker is a dp rank, and all meet at each micro-batch."""
+    assert config.strategy_args is not None
+    shard = config.strategy_args.settings.fsdp_size
+    dp, micro = _workers(config), config.training.micro_batch_size
+    return Topology(dp=dp, steps_together=True, micro_batch_size=micro, shard=shard)
+
+
+def _workers(config: WorkerConfig) -> int:
+    if config.world_size is None:
+        raise ValueError(
+            f"role {config.name} has no world_size; "
+            "set device_mapping for a role on devices, world_size for one on CPUs"
+        )
+    return config.world_size
+
+
+def _is_hybrid(topology: Topology) -> bool:
+    return topology.shard is not None and 1 < topology.shard < topology.dp
+
+
 def rank_infos(topology: Topology) -> tuple[RankInfo, ...]:
     """The RankInfo of every worker, in rank order."""
     dp, tp, pp, cp = topology.dp, topology.tp, topology.pp, topology.cp
@@ -108,7 +147,9 @@ def role_groups(topology: Topology) -> dict[str, RankTuples]:
 
     'dp', 'tp', 'pp', 'cp' (each only if its degree exceeds 1): groups along that dimension,
     members in order of their rank in it. 'mp' (only if it has more than one member): all
-    workers of a dp rank, the one that is_first at its head. 'world': all workers.
+    workers of a dp rank, the one that is_first at its head. 'shard', 'replicate' (only where dp
+    ranks hold several copies of the model): those of one copy, and the same part of each copy.
+    'world': all workers.
     """
     ranks = np.arange(topology.world_size)
     grid = ranks.reshape(topology.pp, topology.dp, topology.cp, topology.tp)
@@ -120,6 +161,9 @@ def role_groups(topology: Topology) -> dict[str, RankTuples]:
     }
     if topology.dp < topology.world_size:
         groups["mp"] = _rows(np.moveaxis(grid, 1, 0).reshape(topology.dp, -1))
+    if _is_hybrid(topology):
+        copies = ranks.reshape(-1, topology.shard or 1)
+        groups |= {"replicate": _rows(copies.T), "shard": _rows(copies)}
     groups["world"] = (tuple(ranks.tolist()),)
     return groups
 
@@ -128,8 +172,12 @@ def mesh_shape(topology: Topology) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Names and sizes of the role's device mesh: degrees above 1, slowest (pp) first.
 
     A mesh over ranks 0 to world_size - 1 in that shape has the groups of `role_groups`. A role
-    of one worker has the mesh ('dp',), (1,).
+    of one worker has the mesh ('dp',), (1,); one with several copies of the model
+    ('replicate', 'shard').
     """
+    if _is_hybrid(topology):
+        shard = topology.shard or 1
+        return ("replicate", "shard"), (topology.dp // shard, shard)
     sizes = {"pp": topology.pp, "dp": topology.dp, "cp": topology.cp, "tp": topology.tp}
     kept = {name: size for name, size in sizes.items() if size > 1} or {"dp": 1}
     return tuple(kept), tuple(kept.values())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -9,15 +11,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from roll_td.checkpoint.files import write_json
+from roll_td.checkpoint.random_state import load_random_state, save_random_state
+from roll_td.checkpoint.run import STATE, RunCheckpoints, changes
 from roll_td.config.base import BaseConfig, WorkerConfig
 from roll_td.config.load import resolved_yaml
+from roll_td.config.masking import masked
 from roll_td.metrics import merge_metrics
 from roll_td.runtime.cluster import Cluster, ResourceManager
 from roll_td.runtime.driver import Driver, current_driver
+from roll_td.runtime.refs import get
 from roll_td.runtime.seeding import seed_command
-from roll_td.runtime.trace import TraceWriter
-from roll_td.trackers import JsonlTracker, TerminalTracker, Tracker
+from roll_td.runtime.trace import CALLS, COMMANDS, TraceWriter
+from roll_td.trackers import Start, TerminalTracker, Tracker, open_trackers
 
+logger = logging.getLogger(__name__)
+
+RANDOM = "random_driver.json"
+"""The driver's random states in a checkpoint."""
 Metrics = Mapping[str, float]
 ClusterSpec = tuple[str, str, "str | type", WorkerConfig]
 """Key in the dict returned, name of the role, Worker class (or its dotted path), config."""
@@ -26,8 +37,9 @@ ClusterSpec = tuple[str, str, "str | type", WorkerConfig]
 class BasePipeline(ABC):
     """Made and run once in a job. A subclass makes its Clusters in `__init__`.
 
-    The run directory has config.yaml (secrets masked), metrics.jsonl, and under trace/ a file of
-    each start, which Perfetto reads.
+    The run directory has config.yaml (secrets masked), metrics.jsonl, checkpoints/step_N, and
+    under trace/ a file of each start, which Perfetto reads. From the start on, global_step is the
+    number of steps that are done; `steps` restores the rest of the checkpoint that is resumed.
     """
 
     def __init__(self, pipeline_config: BaseConfig) -> None:
@@ -37,14 +49,16 @@ class BasePipeline(ABC):
         self.resource_manager = ResourceManager(
             pipeline_config.num_nodes, pipeline_config.num_gpus_per_node or 0
         )
-        self.global_step = 0
         self.run_dir = Path(pipeline_config.output_dir) / (pipeline_config.exp_name or "run")
         self.run_dir.mkdir(parents=True, exist_ok=True)
         (self.run_dir / "config.yaml").write_text(resolved_yaml(pipeline_config), encoding="utf-8")
-        self.trackers: dict[str, Tracker] = {
-            "jsonl": JsonlTracker(self.run_dir / "metrics.jsonl"),
-            "terminal": TerminalTracker(sys.stderr),
-        }
+        self._settings: Any = masked(dataclasses.asdict(pipeline_config))
+        self._checkpoints = RunCheckpoints(self.run_dir / "checkpoints", pipeline_config)
+        self._checkpoint_clusters: tuple[Cluster, ...] = ()
+        self._is_restored = self._checkpoints.start is None
+        self._end: int | None = None
+        self.global_step = self._checkpoints.step
+        self.trackers: dict[str, Tracker] = open_trackers(pipeline_config.trackers, self._start())
         self._trace = self._driver.trace = _new_trace(self.run_dir / "trace", self._driver)
 
     @abstractmethod
@@ -52,12 +66,77 @@ class BasePipeline(ABC):
         """The whole of the work; the job ends when it returns."""
 
     def steps(self, n: int) -> Iterator[int]:
-        """The steps from global_step to n; in the loop's body global_step is the current one."""
+        """The steps from global_step to n; in the loop's body global_step is the current one.
+
+        Before the first, what the run goes on from is restored: the clusters given to
+        set_checkpoint_clusters, load_state_dict, the driver's random states.
+        """
         self.trackers["terminal"] = TerminalTracker(sys.stderr, n)
+        self._end = n
+        if not self._is_restored:
+            self._restore(n)
         for step in range(self.global_step, n):
             self._set_step(step)
             yield step
             self._set_step(step + 1)
+
+    def set_checkpoint_clusters(self, *clusters: Cluster) -> None:
+        """The clusters that checkpoints hold. Each has registered methods do_checkpoint(folder)
+        and load_checkpoint(folder), which get the path of a folder of the cluster's own.
+
+        ValueError for a cluster that lacks one, or for two of the same name.
+        """
+        for cluster in clusters:
+            missing = [m for m in ("do_checkpoint", "load_checkpoint") if not hasattr(cluster, m)]
+            if missing:
+                raise ValueError(
+                    f"the cluster {cluster.name} can't be checkpointed: its Worker has no "
+                    f"{' and no '.join(missing)}; register them, or derive it from ModelWorker"
+                )
+        names = [cluster.name for cluster in clusters]
+        if len(set(names)) < len(names):
+            raise ValueError(f"clusters to checkpoint are named {names}: give each its own name")
+        self._checkpoint_clusters = clusters
+
+    def do_checkpoint(self, global_step: int, is_last: bool | None = None) -> None:
+        """Save the state after the step `global_step`, as checkpoints/step_N with N one more, if
+        save_steps asks for it or the step is the last; None: it is the last of `steps`.
+
+        Called at the end of the loop's body: what is drawn or logged afterwards in the same step
+        would be lost on resuming.
+        """
+        done = global_step + 1
+        is_last = done == self._end if is_last is None else is_last
+        if not (is_last or self._checkpoints.is_due(done)):
+            return
+        with self._checkpoints.saving(done) as folder:
+            calls = []
+            for cluster in self._checkpoint_clusters:
+                own = folder.absolute() / cluster.name
+                own.mkdir()
+                calls.append(cluster.do_checkpoint(str(own), blocking=False))
+            positions = {name: tracker.position() for name, tracker in self.trackers.items()}
+            state = {
+                "global_step": done,
+                "config": self._settings,
+                "trackers": positions,
+                "pipeline": self.state_dict(),
+            }
+            write_json(folder / STATE, state)
+            save_random_state(folder / RANDOM)
+            get(calls)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a subclass wants in its checkpoints beside global_step: plain data, as JSON has."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what state_dict gave; a subclass that has a state_dict defines this too."""
+        if state:
+            raise ValueError(
+                f"the checkpoint holds {sorted(state)}, which {type(self).__name__} does not take "
+                "over; define load_state_dict"
+            )
 
     def log(self, metrics: Metrics | Sequence[Metrics], step: int | None = None) -> None:
         """Give metrics to the trackers, under global_step or the step given.
@@ -83,10 +162,40 @@ class BasePipeline(ABC):
     def close(self) -> None:
         """Wait for what still runs, then close trackers and trace. Called after `run`."""
         self._driver.drain()
+        self._checkpoints.close()
         for tracker in self.trackers.values():
             tracker.close()
         self._driver.trace = None
         self._trace.close()
+
+    def _start(self) -> Start:
+        """Where trackers begin: another run's positions mean nothing in this one's files."""
+        positions = self._checkpoints.state["trackers"] if self._checkpoints.is_own else None
+        return Start(self.run_dir, self.run_dir.name, self._settings, self.global_step, positions)
+
+    def _restore(self, n: int) -> None:
+        start, state = self._checkpoints.start, self._checkpoints.state
+        assert start is not None
+        if self.global_step >= n:
+            text = "%s has done %d steps and is to do %d: nothing to do"
+            logger.info(text, self.run_dir, self.global_step, n)
+        else:
+            logger.info("going on from %s", start)
+        if changed := changes(state["config"], self._settings):
+            logger.warning("settings differ from those of %s: %s", start, ", ".join(changed))
+        calls = []
+        for cluster in self._checkpoint_clusters:
+            own = start.absolute() / cluster.name
+            if not own.is_dir():
+                raise ValueError(
+                    f"{start} has nothing of the role {cluster.name}; set resume=none "
+                    "and another exp_name to begin anew"
+                )
+            calls.append(cluster.load_checkpoint(str(own), blocking=False))
+        get(calls)
+        self.load_state_dict(state["pipeline"])
+        load_random_state(start / RANDOM)
+        self._is_restored = True
 
     def _set_step(self, step: int) -> None:
         self.global_step = self._driver.step = step
@@ -98,6 +207,6 @@ def _new_trace(folder: Path, driver: Driver) -> TraceWriter:
     trace = TraceWriter(folder / f"{now:.3f}.json", now)
     for rank, place in enumerate(driver.places):
         trace.process(rank, f"rank {rank} on {place.host}")
-        trace.thread(rank, 1, "commands")
-    trace.thread(driver.layout.driver_rank, 0, "calls of the driver")
+        trace.thread(rank, COMMANDS, "commands")
+    trace.thread(driver.layout.driver_rank, CALLS, "calls of the driver")
     return trace

@@ -11,8 +11,9 @@ from roll_td.config.transform import TransformConfig
 from roll_td.metrics import Sum
 from roll_td.pipelines.base import BasePipeline
 from roll_td.protocol import DataProto
-from roll_td.runtime.cluster import Cluster, get
+from roll_td.runtime.cluster import Cluster
 from roll_td.runtime.dispatch import Dispatch, register
+from roll_td.runtime.refs import get
 from roll_td.runtime.worker import Worker
 
 

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import pickle
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from roll_td.protocol import TOKEN_COLUMNS, DataProto
-from roll_td.runtime.transport import Ranks, Transport, Work
+from roll_td.runtime.parcel import places_of
+from roll_td.runtime.transport import Group, Transport, Work
 from roll_td.runtime.wire import (
-    INLINE_BYTES,
     Batch,
     Place,
-    as_bytes,
     dumps,
+    dumps_whole,
     find_unpicklable,
     memory_of,
     tensors_of,
 )
 
 Lengths = np.ndarray[Any, Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Unfetched:
     buffers: list[torch.Tensor]
     shared: list[bool]
     """Whether the worker may still write into the buffer."""
-    group: Ranks
+    group: Group
     works: list[Work] | None = None
     nbytes: int = field(init=False)
 
@@ -117,11 +118,11 @@ def _width(data: DataProto) -> int | None:
     return int(widths.pop()) if len(widths) == 1 else None
 
 
-def dump_result(value: Any, whole: Any, doing: Doing) -> tuple[bytes, list[torch.Tensor]]:
-    """`dumps` of a part of the result `whole`; a TypeError that names what can't be pickled."""
+def dump_result(dump: Callable[[Any], T], value: Any, whole: Any, doing: Doing) -> T:
+    """`dump` of a part of the result `whole`; a TypeError that names what can't be pickled."""
     try:
-        return dumps(value)
-    except Exception as error:
+        return dump(value)
+    except Exception as error:  # pickling runs the code of whatever is in the value
         raise TypeError(
             f"{doing.role}.{doing.method} (worker {doing.worker}) gave what can't be sent to the "
             f"driver: {find_unpicklable(whole, 'result')}: {error}. Give plain data; keep locks, "
@@ -149,33 +150,22 @@ def encode(result: Any, given: Given, doing: Doing) -> Encoded:
         if any(t.device.type != "cpu" for t in tensors_of(result).values()):
             result = result.to("cpu")
         batch = Batch(result, given.lengths_for(result))
-        objects = (result.non_tensor_batch, result.meta_info)
-        skeleton, raw = dump_result(objects, result, doing)
-        take, sources = batch.take(slice(None)), list(batch.tensors.values())
-        buffers = [take(i) for i in range(len(sources))]
         lengths = None
         if any(c.packed for c in batch.columns) and "lengths" not in batch.tensors:
-            lengths = np.asarray(batch.lengths, dtype=np.int64).tobytes()
-        rest = pickle.dumps((skeleton, [bytes(as_bytes(b).numpy()) for b in raw], lengths), 5)
-        kind, front, back = "batch", (batch.columns, batch.num_rows), (rest,)
+            lengths = np.asarray(batch.lengths, dtype=np.int64)
+        rest = (result.non_tensor_batch, result.meta_info, lengths)
+        back = (dump_result(dumps_whole, rest, result, doing),)
+        arrays = [batch.piece(i, slice(None)) for i in range(len(batch.columns))]
+        views = [not batch.is_copied(i, slice(None)) for i in range(len(batch.columns))]
+        kind, front = "batch", (batch.columns, batch.num_rows)
     else:
-        skeleton, sources = dump_result(result, result, doing)
-        buffers = [as_bytes(b) for b in sources]
+        skeleton, arrays, _ = dump_result(dumps, result, result, doing)
+        views = [True] * len(arrays)
         kind, front = "value", (skeleton,)
-    sizes = tuple(b.numel() for b in buffers)
-    places = tuple(Place.INLINE if s < INLINE_BYTES else Place.SENT for s in sizes)
-    inline = [
-        memory_of(b)
-        for b, place in zip(buffers, places, strict=True)
-        if place is Place.INLINE and b.numel()
-    ]
+    sizes = tuple([a.nbytes for a in arrays])
+    places = places_of(sizes)
+    inline = [memory_of(a) for a, p in zip(arrays, places, strict=True) if p is Place.INLINE]
     sent = [i for i, place in enumerate(places) if place is Place.SENT]
-    shared = [_same_memory(buffers[i], sources[i]) for i in sent]
     spec = (*front, sizes, places, *back)
-    return Encoded(kind, spec, inline, [buffers[i] for i in sent], shared)
-
-
-def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.device == b.device and (
-        a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-    )
+    buffers = [torch.from_numpy(arrays[i]) for i in sent]
+    return Encoded(kind, spec, inline, buffers, [views[i] for i in sent])

@@ -11,11 +11,9 @@ import torch
 
 from roll_td.protocol import DataProto
 from roll_td.runtime.control import Frame, Kind, Sender
-from roll_td.runtime.parcel import Parcel, Slot
-from roll_td.runtime.transport import Ranks, Transport, Work
-from roll_td.runtime.wire import Place, load_objects, loads, rebuild_tensors
-
-_EMPTY = torch.empty(0, dtype=torch.uint8)
+from roll_td.runtime.parcel import Parcel, Share, Slot
+from roll_td.runtime.transport import Group, Transport, Work
+from roll_td.runtime.wire import Place, loads, loads_whole, memory_of, owned, rebuild_tensors
 
 
 class Command:
@@ -24,15 +22,18 @@ class Command:
     def __init__(self, frame: Frame):
         self.frame, self.received = frame, time.time()
         self._lock = threading.Lock()
-        self._loaded: tuple[int, str, dict[str, Any], list[Parcel]] | None = None
+        self._loaded: tuple[int, str, dict[str, Any]] | None = None
 
-    def load(self) -> tuple[int, str, dict[str, Any], list[Parcel]]:
+    def load(self) -> tuple[int, str, dict[str, Any]]:
+        """Number, kind and body."""
         with self._lock:
             if self._loaded is None:
-                number, op, body = self.frame.load()
-                parcels = pickle.loads(self.frame.own) if len(self.frame.own) else []
-                self._loaded = number, op, body, parcels
+                self._loaded = self.frame.load()
             return self._loaded
+
+    def shares(self) -> list[Share]:
+        """What this rank gets of each parcel of a call."""
+        return [Share(*share) for share in pickle.loads(self.frame.own)]
 
 
 class Arrivals:
@@ -45,51 +46,49 @@ class Arrivals:
         transport: Transport,
         link: Sender,
         driver_rank: int,
-        group: Ranks,
+        group: Group,
     ):
-        number, _, _, parcels = command.load()
-        self.number, self.parcels, self._link = number, parcels, link
+        self.number, _, body = command.load()
+        self.parcels: tuple[Parcel, ...] = body["parcels"]
+        self.shares = command.shares()
         self.buffers: list[list[torch.Tensor]] = []
-        self._works: list[list[Work]] = []
+        self._link, self._works = link, list[list[Work]]()
         self.waiter: threading.Thread | None = None
         """Waits for the bytes where the main thread is busy."""
-        offset = 0
-        for index, parcel in enumerate(parcels):
+        offset, tag = 0, self.number & 0x7FFFFFFF
+        for index, share in enumerate(self.shares):
             buffers, works = [], []
-            is_first = parcel.receivers[0] == transport.rank
-            for size, place in zip(parcel.sizes, parcel.places, strict=True):
+            for size, place in zip(share.sizes, share.places, strict=True):
                 if place is Place.INLINE:
-                    raw = bytearray(command.frame.inline[offset : offset + size])
-                    buffers.append(torch.frombuffer(raw, dtype=torch.uint8) if size else _EMPTY)
+                    buffers.append(owned(command.frame.inline[offset : offset + size]))
                     offset += size
                     continue
                 into = torch.empty(size, dtype=torch.uint8)
                 buffers.append(into)
-                if is_first:
-                    tag = number & 0x7FFFFFFF
+                if share.source == transport.rank:
                     works.append(transport.irecv(into, driver_rank, group, tag))
-            if works:
-                link.send(Kind.READY, pickle.dumps((number, index), 5))
+            if works and not share.at_once:
+                link.send(Kind.READY, pickle.dumps((self.number, index), 5))
             self.buffers.append(buffers)
             self._works.append(works)
 
     def wait(self) -> None:
         """Wait for the driver's bytes and acknowledge them. Nothing else may be waited for
         before: the driver holds back bytes for other ranks until it hears of these."""
-        for index, works in enumerate(self._works):
+        for index, (share, works) in enumerate(zip(self.shares, self._works, strict=True)):
             for work in works:
                 work.wait()
-            if works:
+            if works and not share.at_once:
                 self._link.send(Kind.ACK, pickle.dumps((self.number, index), 5))
 
-    def shared(self) -> list[tuple[int, Parcel, list[torch.Tensor]]]:
-        """(index, parcel, sent buffers) of what the first receiver passes on to others."""
+    def shared(self) -> list[tuple[int, Share, list[torch.Tensor]]]:
+        """(index, share, sent buffers) of what its source passes on to others."""
         found = []
-        for index, (parcel, buffers) in enumerate(zip(self.parcels, self.buffers, strict=True)):
-            pairs = zip(buffers, parcel.places, strict=True)
+        for index, (share, buffers) in enumerate(zip(self.shares, self.buffers, strict=True)):
+            pairs = zip(buffers, share.places, strict=True)
             sent = [b for b, place in pairs if place is Place.SENT]
-            if sent and len(parcel.receivers) > 1:
-                found.append((index, parcel, sent))
+            if sent and share.copies > 1:
+                found.append((index, share, sent))
         return found
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any], list[DataProto]]:
@@ -97,18 +96,24 @@ class Arrivals:
         slots: dict[int, DataProto] = {}
         args: tuple[Any, ...] = ()
         kwargs: dict[str, Any] = {}
-        for parcel, buffers in zip(self.parcels, self.buffers, strict=True):
-            if parcel.slot is None:
-                args, kwargs = loads(parcel.rest, buffers)
-                continue
-            tensors = rebuild_tensors(parcel.columns, buffers, parcel.num_rows)
-            objects, meta = pickle.loads(parcel.rest)
-            data: Any = DataProto(tensors or None, load_objects(objects), meta)
-            data.plan = parcel.plan
-            slots[parcel.slot] = data
+        for parcel, share, buffers in zip(self.parcels, self.shares, self.buffers, strict=True):
+            if parcel.slot is not None:
+                slots[parcel.slot] = _batch(parcel, share, buffers)
+            else:
+                skeleton = parcel.rest or memory_of(buffers.pop().numpy())
+                args, kwargs = loads(skeleton, buffers)
 
         def fill(value: Any) -> Any:
             return slots[value.index] if isinstance(value, Slot) else value
 
         filled = tuple(fill(a) for a in args), {k: fill(v) for k, v in kwargs.items()}
         return *filled, [slots[i] for i in sorted(slots)]
+
+
+def _batch(parcel: Parcel, share: Share, buffers: list[torch.Tensor]) -> DataProto:
+    count = len(parcel.columns)
+    tensors = rebuild_tensors(parcel.columns, buffers[:count], share.num_rows)
+    objects = loads_whole(memory_of(buffers[count].numpy())) if len(buffers) > count else {}
+    data: Any = DataProto(tensors or None, objects, pickle.loads(parcel.rest))
+    data.plan = share.plan
+    return data  # type: ignore[no-any-return]

@@ -1,12 +1,15 @@
-"""Cluster: one role's workers, called as if they were one. And what a call gives: Refs."""
+"""Cluster: one role's workers, called as if they were one."""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import inspect
+import pickle
 import socket
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from roll_td.config.base import WorkerConfig
@@ -16,14 +19,20 @@ from roll_td.placement import RolePlacement, place
 from roll_td.plan import StepPlan, default_plan, local
 from roll_td.protocol import DataProto
 from roll_td.runtime import dispatch
-from roll_td.runtime.dispatch import Dispatch, Registered
+from roll_td.runtime.dispatch import DP_MODES, Dispatch, Registered
 from roll_td.runtime.driver import Call, Driver, current_driver
-from roll_td.runtime.outgoing import Outgoing, batch_parcel, strip_metrics, value_parcel
-from roll_td.runtime.parcel import Slot
-from roll_td.runtime.transport import Ranks
-from roll_td.runtime.wire import Batch, dumps, find_unpicklable
-
-_SPLIT = (Dispatch.DP_MP_COMPUTE, Dispatch.DP_MP_DISPATCH_FIRST)
+from roll_td.runtime.outgoing import Outgoing, Way, batch_share, strip_metrics, value_share
+from roll_td.runtime.parcel import Parcel, Slot
+from roll_td.runtime.refs import Refs, Reply, Stream
+from roll_td.runtime.transport import Group, Ranks
+from roll_td.runtime.wire import (
+    INLINE_BYTES,
+    Batch,
+    dumps,
+    dumps_whole,
+    find_unpicklable,
+    is_picklable,
+)
 
 
 class ResourceManager:
@@ -42,112 +51,6 @@ class ResourceManager:
     def place(self, name: str, worker_config: WorkerConfig) -> RolePlacement:
         """The ranks and devices of a role's workers; a ValueError where they don't fit."""
         return place(name, worker_config, self.layout)
-
-
-class Ref:
-    """The result of one worker of a call."""
-
-    def __init__(self, refs: Refs, worker: int):
-        self._refs, self.worker = refs, worker
-
-    def get(self) -> Any:
-        """Wait, and give the worker's value; None if it is not one of the answering workers."""
-        call = self._refs.call
-        landing = self._refs.driver.wait(call)
-        if self.worker not in call.answering:
-            return None
-        return landing.value(call.answering.index(self.worker))
-
-
-class Refs(Sequence[Ref]):
-    """The result of a call under way: one ref per worker. Dropping it frees the result."""
-
-    def __init__(self, driver: Driver, call: Call, mode: dispatch.Mode, plan: StepPlan | None,
-                 infos: tuple[RankInfo, ...]):  # fmt: skip
-        self.driver, self.call, self._mode, self._plan, self._infos = (
-            driver,
-            call,
-            mode,
-            plan,
-            infos,
-        )
-
-    def __len__(self) -> int:
-        return len(self._infos)
-
-    def __getitem__(self, index: Any) -> Any:
-        workers = range(len(self._infos))[index]
-        return Ref(self, workers) if isinstance(workers, int) else [Ref(self, w) for w in workers]
-
-    def get(self) -> Any:
-        """Wait, and give what the blocking call gives."""
-        landing = self.driver.wait(self.call)
-        values = landing.values()
-        if isinstance(self._mode, tuple):
-            return self._mode[1](values, self._infos)
-        try:
-            if self._plan is not None:
-                return dispatch.collect_planned(values, self._plan)
-            if landing.whole is not None:
-                return landing.joined(values)
-            return dispatch.collect(self._mode, values)
-        except (ValueError, KeyError) as error:
-            raise ValueError(
-                f"{self.call.role}.{self.call.method}: the answers of workers "
-                f"{list(self.call.answering)} don't fit together: {error}"
-            ) from error
-
-    def collecting(self) -> list[Any]:
-        """The values of the collecting workers, in dp order."""
-        workers = sorted((i for i in self._infos if i.is_collecting), key=lambda i: i.dp_rank)
-        return [self[i.rank].get() for i in workers]
-
-
-class Stream:
-    """What a request method yields, as it comes."""
-
-    def __init__(self, items: Iterator[Any]):
-        self._items = items
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._items
-
-    def get(self) -> Any:
-        """Wait for the end: a list of the items, or of a plain method its value."""
-        return list(self._items)
-
-
-class _Reply:
-    def __init__(self, items: Iterator[Any]):
-        self._items = items
-
-    def get(self) -> Any:
-        return next(self._items)
-
-
-def get(refs: Any) -> Any:
-    """Wait for a call (or a ref, or a list of them) and give what the blocking call gives."""
-    if isinstance(refs, (list, tuple)):
-        return [get(r) for r in refs]
-    if not isinstance(refs, (Refs, Ref, Stream, _Reply)):
-        raise TypeError(
-            f"get() takes what a call with blocking=False gave, or a list of that, not a "
-            f"{type(refs).__name__}; a blocking call gives its value at once"
-        )
-    return refs.get()
-
-
-def materialize_concat(refs: Any) -> DataProto:
-    """Wait for every worker; the DataProtos of the collecting ones as one, in dp order."""
-    if isinstance(refs, Refs):
-        if refs.call.join or refs._plan is not None:
-            value = refs.get()
-            if isinstance(value, DataProto):
-                return value
-        values = refs.collecting()
-    else:
-        values = get(list(refs))
-    return DataProto.concat([v for v in values if v is not None])
 
 
 class Cluster:
@@ -180,9 +83,10 @@ class Cluster:
         self._homes: Ranks = tuple(s.ranks[0] for s in self.placement.seats)
         self._owned = tuple(r for s in self.placement.seats for r in s.ranks[1:])
         self._groups = {
-            k: tuple(tuple(self._homes[w] for w in g) for g in groups)
+            k: [Group(tuple(self._homes[w] for w in g), worker_config.timeout_s) for g in groups]
             for k, groups in role_groups(topology).items()
         }
+        self._ways = {mode: self._ways_of(mode) for mode in DP_MODES}
         self._data_group = self._make_data_group()
         self._bind(cls)
         self._built = self._build(dotted)
@@ -209,11 +113,22 @@ class Cluster:
             f"has what its Worker marks with @register or @register_request: {', '.join(methods)}"
         )
 
-    def _make_data_group(self) -> Ranks:
+    def _ways_of(self, mode: Dispatch) -> list[tuple[int, Way]]:
+        """To whom the shards of a batch go, each with its dp rank."""
+        ways = []
+        for workers in dispatch.shard_receivers(mode, self._infos):
+            ranks = tuple(self._homes[w] for w in workers)
+            ways.append(
+                (self._infos[workers[0]].dp_rank, Way(ranks, "mp" if len(ranks) > 1 else None))
+            )
+        return ways
+
+    def _make_data_group(self) -> Group:
         """The driver, first ranks, answering ranks: those that bytes leave from or come to."""
         driver = self._driver.layout.driver_rank
         # every worker may answer (ONE_TO_ALL) or get rows of its own (ALL_TO_ALL)
-        return (driver, *(r for r in dict.fromkeys(self._homes) if r != driver))
+        ranks = (driver, *(r for r in dict.fromkeys(self._homes) if r != driver))
+        return Group(ranks, self._driver.transfer_timeout_s)
 
     def _bind(self, cls: type) -> None:
         methods = dispatch.registered_methods(cls)
@@ -235,11 +150,8 @@ class Cluster:
     def _build(self, dotted: str) -> list[Call]:
         driver, config = self._driver, self.worker_config
         everyone = tuple(range(len(driver.layout.slots)))
-        wanted = [(g, config.timeout_s) for gs in self._groups.values() for g in gs]
-        if len(self._data_group) > 1:
-            wanted.append((self._data_group, driver.transfer_timeout_s))
-        wanted = list(dict(wanted).items())
-        gang = tuple(sorted({r for ranks, _ in wanted for r in ranks}))
+        wanted = list(dict.fromkeys(chain(*self._groups.values(), [self._data_group])))
+        gang = tuple(sorted({rank for group in wanted for rank in group.ranks}))
         groups = Call(0, self.name, "groups", self._data_group)
         groups.homes = everyone
         driver.post("groups", {"groups": wanted, "members": gang}, groups, everyone, gang=gang)
@@ -252,9 +164,9 @@ class Cluster:
             "infos": self._infos,
             "seats": self.placement.seats,
             "topology": self._topology,
-            "group_ranks": self._groups,
+            "groups": self._groups,
             "data_group": self._data_group,
-            "master_addr": driver.places[self._homes[0]].host,
+            "master_addr": driver.places[self._homes[0]].address,
             "master_port": _free_port(self.name, driver, self._homes[0]),
             "seed": driver.seed,
         }
@@ -269,8 +181,10 @@ class Cluster:
     # --- calling -----------------------------------------------------------------------------
 
     def _caller(self, cls: type, name: str, registered: Registered) -> Any:
+        answering = dispatch.answering(registered.dispatch_mode, self._infos)
+
         def call(*args: Any, blocking: bool = True, **kwargs: Any) -> Any:
-            refs = self._call(name, registered, args, kwargs)
+            refs = self._call(name, registered, answering, args, kwargs)
             return refs.get() if blocking else refs
 
         call.__name__, call.__doc__ = name, getattr(cls, name).__doc__
@@ -284,19 +198,26 @@ class Cluster:
                     f"{self.world_size - 1}"
                 )
             rank = self._homes[worker]
-            items = self._driver.request(rank, self._id, name, args, kwargs)
+            with self._sending(name, args, kwargs):
+                arguments = dumps_whole((args, kwargs))
+            items = self._driver.request(rank, self._id, name, arguments)
             if streams:
                 return Stream(items)
-            return next(items) if blocking else _Reply(items)
+            return next(items) if blocking else Reply(items)
 
         return request
 
-    def _call(self, name: str, registered: Registered, args: Any, kwargs: Any) -> Refs:
+    def _call(
+        self, name: str, registered: Registered, answering: tuple[int, ...], args: Any, kwargs: Any
+    ) -> Refs:
         mode, driver = registered.dispatch_mode, self._driver
         call = self._new_call(name)
-        call.answering = dispatch.answering(mode, self._infos)
-        call.join = mode in _SPLIT
-        parcels, plan = self._parcels(name, mode, args, kwargs)
+        call.answering, call.join = answering, mode in DP_MODES
+        plan = None
+        if isinstance(mode, tuple) or mode is Dispatch.ALL_TO_ALL:
+            parcels, outgoing = self._each_its_own(name, mode, args, kwargs)
+        else:
+            parcels, outgoing, plan = self._split(name, mode, args, kwargs)
         body = {
             "cluster": self._id,
             "method": name,
@@ -305,21 +226,31 @@ class Cluster:
             "seed": driver.seed,
             "clear_cache": registered.clear_cache,
             "prefetch": registered.prefetch,
-            "answering": call.answering,
+            "answering": answering,
+            "parcels": parcels,
         }
-        driver.post("call", body, call, self._homes, parcels)
+        driver.post("call", body, call, self._homes, outgoing)
         return Refs(driver, call, mode, plan, self._infos)
 
-    def _parcels(
+    def _each_its_own(
         self, name: str, mode: dispatch.Mode, args: Any, kwargs: Any
-    ) -> tuple[list[Outgoing], StepPlan | None]:
+    ) -> tuple[list[Parcel], list[Outgoing]]:
+        """Arguments of its own for each worker."""
         if isinstance(mode, tuple):
             each = dispatch.split_by_pair(mode, args, kwargs, self._infos)
-            return [self._values(name, a, k, (r,)) for (a, k), r in self._zip(each)], None
-        if mode is Dispatch.ALL_TO_ALL:
+        else:
             dispatch.check_all_to_all(args, kwargs, self.world_size)
             each = [dispatch.spread(args, kwargs, i) for i in range(self.world_size)]
-            return [self._values(name, a, k, (r,)) for (a, k), r in self._zip(each)], None
+        outgoing = []
+        for call, rank in zip(each, self._homes, strict=True):
+            with self._sending(name, *call):
+                outgoing.append(value_share(dumps(tuple(call)), Way((rank,), None)))
+        return [Parcel(None, (), b"")], outgoing
+
+    def _split(
+        self, name: str, mode: Dispatch, args: Any, kwargs: Any
+    ) -> tuple[list[Parcel], list[Outgoing], StepPlan | None]:
+        """The same for all, but for the rows of DataProtos in a DP mode."""
         found: list[DataProto] = []
 
         def slot(value: Any) -> Any:
@@ -328,16 +259,25 @@ class Cluster:
                 return Slot(len(found) - 1)
             return value
 
-        if mode in _SPLIT and any(isinstance(v, DataProto) for v in (*args, *kwargs.values())):
-            args = tuple(slot(v) for v in args)
-            kwargs = {k: slot(v) for k, v in kwargs.items()}
+        if mode in DP_MODES:
+            args, kwargs = tuple(map(slot, args)), {k: slot(v) for k, v in kwargs.items()}
         plan = self._plan_of(name, found)
-        parcels = [p for i, d in enumerate(found) for p in self._shards(i, d, mode, plan)]
-        parcels.append(self._values(name, args, kwargs, self._homes))
-        return parcels, plan
-
-    def _zip(self, each: Sequence[Any]) -> list[tuple[Any, int]]:
-        return list(zip(each, self._homes, strict=True))
+        parcels, outgoing = [], []
+        for index, data in enumerate(found):
+            with self._sending(name, (data,), {}):
+                batch, meta = Batch(data), pickle.dumps(strip_metrics(data), 5)
+                parcels.append(Parcel(index, tuple(batch.columns), meta))
+                outgoing += self._shards(batch, mode, plan)
+        with self._sending(name, args, kwargs):
+            value = dumps((args, kwargs))
+        everyone = Way(self._homes, "world" if self.world_size > 1 else None)
+        if len(value.skeleton) < INLINE_BYTES:
+            parcels.append(Parcel(None, (), value.skeleton))
+            value = value._replace(skeleton=b"")
+        else:
+            parcels.append(Parcel(None, (), b""))
+        outgoing.append(value_share(value, everyone))
+        return parcels, outgoing, plan
 
     def _plan_of(self, name: str, found: list[DataProto]) -> StepPlan | None:
         plans = [d.plan for d in found if d.plan is not None]
@@ -350,47 +290,30 @@ class Cluster:
         micro = self._topology.micro_batch_size
         return default_plan(len(found[0]), self.dp_size, micro, _denominators(found[0]))
 
-    def _shards(
-        self, index: int, data: DataProto, mode: Any, plan: StepPlan | None
-    ) -> list[Outgoing]:
-        batch, meta = Batch(data), strip_metrics(data)
-        parcels = []
-        for delivery in dispatch.deliveries(mode, self._infos, len(data), plan):
-            receivers = tuple(self._homes[w] for w in delivery.receivers)
-            mine = None
-            if plan is not None:
-                mine = local(plan, self._infos[delivery.receivers[0]].dp_rank)
-            parcels.append(
-                batch_parcel(
-                    index, batch, meta, delivery.rows, receivers, self._fan(receivers), mine
-                )
-            )
-        return parcels
+    def _shards(self, batch: Batch, mode: Dispatch, plan: StepPlan | None) -> list[Outgoing]:
+        rows = dispatch.shard_rows(self.dp_size, batch.num_rows, plan)
+        plans = [None if plan is None else local(plan, d) for d in range(self.dp_size)]
+        ways = self._ways[mode]
+        rows += [slice(0, 0)] * (len(ways) - self.dp_size)  # of workers that are not first
+        return [
+            batch_share(batch, shard, way, plans[dp_rank])
+            for shard, (dp_rank, way) in zip(rows, ways, strict=True)
+        ]
 
-    def _values(self, name: str, args: Any, kwargs: Any, receivers: Ranks) -> Outgoing:
+    @contextlib.contextmanager
+    def _sending(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
+        """Name what can't be pickled. Pickling runs the code of whatever is in the arguments, so
+        it may raise anything."""
         try:
-            skeleton, buffers = dumps((args, kwargs))
+            yield
         except Exception as error:
             parts = {**{f"argument {i}": a for i, a in enumerate(args)}, **kwargs}
-            where = find_unpicklable(parts, "arguments")
+            if is_picklable(parts):
+                raise  # it was something else
             raise TypeError(
-                f"{self.name}.{name}: {where} can't be sent to the workers: {error}. "
-                "Send plain data; make locks, files and functions inside the worker"
+                f"{self.name}.{name}: {find_unpicklable(parts, 'arguments')} can't be sent to the "
+                f"workers: {error}. Send plain data; make locks, files and functions in the worker"
             ) from error
-        return value_parcel(skeleton, buffers, receivers, self._fan(receivers))
-
-    def _fan(self, receivers: Ranks) -> Ranks | None:
-        """The group that fans out to these receivers: one of the role's own."""
-        if len(receivers) == 1:
-            return None
-        if receivers == self._homes:
-            return self._groups["world"][0]
-        for groups in self._groups.values():
-            for group in groups:
-                if group == receivers:
-                    return group
-        # DP_MP_DISPATCH_FIRST: empty parts, for which no byte is sent
-        return self._groups["world"][0]
 
 
 def _denominators(data: DataProto) -> dict[str, float]:

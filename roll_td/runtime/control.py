@@ -1,20 +1,28 @@
 """The control channel: one TCP connection from each rank to the driver, full frames only.
 
-A frame is a kind, a head (pickled), and raw chunks. `Hub` is the driver's end, `Link` a rank's.
+A frame is a kind, a head (pickled), and raw chunks. `Hub` is the driver's end of all connections.
 The end of file of a connection is the sign of death, whether the rank is idle or busy. Every
 rank connects, the driver's own too, so that there is one code path.
 
+Beside it each rank has a lifeline to the driver, a connection that carries nothing. Nothing is
+ever unacknowledged on it, so its keepalive tells within 11 s that the other machine can't be
+reached, however full the channel is; TCP_USER_TIMEOUT on the channel itself would take a rank
+that is stopped for 10 s, its receive buffer full, for a lost one. And when it ends, the kernel
+ends a process that can't do so itself (process.end_with).
+
 Cost: the driver sends a call to R ranks with R writes of one prepared head each (about 10 us a
 rank), and hears R small answers; nothing grows with the square of the world. At 10,000 ranks a
-call costs about 0.1 s of the driver's thread to post, one file descriptor a rank, and the same
+call costs about 0.1 s of the driver's thread to post, two file descriptors a rank, and the same
 again to hear the answers: calls of that width should last seconds, which training steps do.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import pickle
 import queue
+import select
 import selectors
 import socket
 import struct
@@ -24,11 +32,13 @@ from enum import IntEnum
 from typing import Any, Protocol
 
 PREFIX = struct.Struct("<BxxxIIQ")
+HELLO = struct.Struct("<32sIB")  # token, rank, which of its two connections
+TOKEN_CHARS = 32
 Chunk = bytes | memoryview
 
 
 class Kind(IntEnum):
-    """What a frame says. To ranks: up to END. To the driver: from HELLO on."""
+    """What a frame says. To ranks: up to END. To the driver: from READY on."""
 
     COMMAND = 1
     GO = 2
@@ -38,7 +48,6 @@ class Kind(IntEnum):
     REQUEST = 6
     ABORT = 7
     END = 8
-    HELLO = 20
     READY = 21
     AT = 22
     ANSWER = 23
@@ -82,21 +91,16 @@ def _write(sock: socket.socket, parts: list[Chunk]) -> int:
 
 
 class Connection:
-    """A socket that carries frames. Sending is safe from any thread."""
+    """A socket that carries frames. Sending is safe from any thread, one thread receives."""
 
     def __init__(self, sock: socket.socket):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock = sock
         self._lock = threading.Lock()
         self.bytes_sent = 0
-        for option, value in (
-            (socket.TCP_NODELAY, 1),
-            (socket.TCP_KEEPIDLE, 5),
-            (socket.TCP_KEEPINTVL, 2),
-            (socket.TCP_KEEPCNT, 3),
-            (socket.TCP_USER_TIMEOUT, 10_000),
-        ):
-            sock.setsockopt(socket.IPPROTO_TCP, option, value)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._prefix: tuple[int, ...] | None = None  # of the frame whose body comes in
+        self._part = memoryview(bytearray(PREFIX.size))
+        self._done = 0
 
     def send(self, kind: Kind, head: bytes, own: bytes = b"", inline: Sequence[Chunk] = ()) -> None:
         size = sum(memoryview(c).nbytes for c in inline)
@@ -109,36 +113,36 @@ class Connection:
         if not self._lock.acquire(timeout=0.2):
             return
         try:
-            self.sock.setblocking(False)
-            self.sock.sendmsg([PREFIX.pack(kind, len(head), 0, 0), head])
+            parts = [PREFIX.pack(kind, len(head), 0, 0), head]
+            self.sock.sendmsg(parts, (), socket.MSG_DONTWAIT)
         except OSError:
             pass  # gone, or its buffer is full: its own watch ends it
         finally:
             self._lock.release()
 
     def receive(self) -> Frame | None:
-        """The next frame; None at the end of file."""
-        prefix = self._exactly(PREFIX.size)
-        if prefix is None:
-            return None
-        kind, head, own, inline = PREFIX.unpack(prefix)
-        body = self._exactly(head + own + inline)
-        if body is None:
-            return None
-        return Frame(Kind(kind), body[:head], body[head : head + own], body[head + own :])
+        """Wait for the next frame; None at the end of file."""
+        return self.poll(0)
 
-    def _exactly(self, size: int) -> memoryview | None:
-        view = memoryview(bytearray(size))
-        done = 0
-        while done < size:
+    def poll(self, flags: int = socket.MSG_DONTWAIT) -> Frame | None:
+        """The next frame; None at the end of file; BlockingIOError if not all of it is here."""
+        while self._done < len(self._part):
             try:
-                count = self.sock.recv_into(view[done:])
-            except (ConnectionError, TimeoutError):
+                count = self.sock.recv_into(self._part[self._done :], 0, flags)
+            except BlockingIOError:
+                raise
+            except OSError:
                 return None
             if count == 0:
                 return None
-            done += count
-        return view
+            self._done += count
+            if self._done == len(self._part) and self._prefix is None:
+                self._prefix = PREFIX.unpack(self._part)
+                self._part, self._done = memoryview(bytearray(sum(self._prefix[1:]))), 0
+        assert self._prefix is not None
+        (kind, head, own, _), body = self._prefix, self._part
+        self._prefix, self._part, self._done = None, memoryview(bytearray(PREFIX.size)), 0
+        return Frame(Kind(kind), body[:head], body[head : head + own], body[head + own :])
 
     def close(self) -> None:
         self.sock.close()
@@ -153,60 +157,85 @@ def listen() -> socket.socket:
     return socket.create_server(("", 0), backlog=4096)
 
 
-def connect(addresses: Sequence[str], port: int, token: str, rank: int) -> Connection:
-    """A rank's connection to the driver, by the first address that answers to the token."""
+def connect(
+    addresses: Sequence[str], port: int, token: str, rank: int
+) -> tuple[Connection, socket.socket]:
+    """A rank's link and lifeline to the driver, by the first address that can be reached."""
     errors = []
     for address in addresses:
         try:
-            sock = socket.create_connection((address, port), timeout=10)
+            lines = [socket.create_connection((address, port), timeout=10) for _ in range(2)]
         except OSError as error:
             errors.append(f"{address}: {error}")
             continue
-        sock.settimeout(None)
-        connection = Connection(sock)
-        connection.send(Kind.HELLO, token.encode(), struct.pack("<I", rank))
-        return connection
+        for number, sock in enumerate(lines):
+            sock.settimeout(None)
+            sock.sendall(HELLO.pack(token.encode(), rank, number))
+        return Connection(lines[0]), _kept_alive(lines[1])
     raise ConnectionError(f"rank {rank} can't reach the driver on port {port}: {'; '.join(errors)}")
 
 
-def accept(
-    server: socket.socket, token: str, world_size: int, timeout_s: float
-) -> list[Connection]:
+def accept(server: socket.socket, token: str, world_size: int, timeout_s: float) -> Hub:
     """Wait for all ranks of the job; a connection that doesn't know the token is dropped."""
-    found: dict[int, Connection] = {}
+    found: dict[tuple[int, int], socket.socket] = {}
     server.settimeout(timeout_s)
-    while len(found) < world_size:
+    while len(found) < 2 * world_size:
         try:
             sock, _ = server.accept()
         except TimeoutError:
-            missing = sorted(set(range(world_size)) - set(found))
+            missing = sorted(set(range(world_size)) - {rank for rank, _ in found})
             raise TimeoutError(
                 f"ranks {missing[:20]} of {world_size} did not join within {timeout_s:.0f} s"
             ) from None
         sock.settimeout(10)
-        connection = Connection(sock)
-        rank = _greet(connection, token)
-        if rank is None or rank >= world_size or rank in found:
-            connection.close()
+        who = _greet(sock, token)
+        if who is None or who[0] >= world_size or who in found:
+            sock.close()
             continue
         sock.settimeout(None)
-        found[rank] = connection
-    return [found[r] for r in range(world_size)]
+        found[who] = sock
+    ranks = range(world_size)
+    return Hub([Connection(found[r, 0]) for r in ranks], [_kept_alive(found[r, 1]) for r in ranks])
 
 
-def _greet(connection: Connection, token: str) -> int | None:
-    """The rank that says hello; nothing of a stranger's is unpickled or waited for."""
-    prefix = connection._exactly(PREFIX.size)
-    if prefix is None:
-        return None
-    kind, head, own, inline = PREFIX.unpack(prefix)
-    if kind != Kind.HELLO or head != len(token) or own != 4 or inline:
-        return None
-    body = connection._exactly(head + own)
-    if body is None or not hmac.compare_digest(bytes(body[:head]), token.encode()):
-        return None
-    rank: int = struct.unpack("<I", body[head:])[0]
-    return rank
+def _greet(sock: socket.socket, token: str) -> tuple[int, int] | None:
+    """Who says hello; nothing else of a stranger's is read or waited for."""
+    hello = b""
+    while len(hello) < HELLO.size:
+        try:
+            part = sock.recv(HELLO.size - len(hello))
+        except OSError:
+            return None
+        if not part:
+            return None
+        hello += part
+    given, rank, number = HELLO.unpack(hello)
+    return (rank, number) if hmac.compare_digest(given, token.encode()) else None
+
+
+def _kept_alive(lifeline: socket.socket) -> socket.socket:
+    lifeline.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, 5),
+        (socket.TCP_KEEPINTVL, 2),
+        (socket.TCP_KEEPCNT, 3),
+    ):
+        lifeline.setsockopt(socket.IPPROTO_TCP, option, value)
+    return lifeline
+
+
+def is_lost(lifeline: socket.socket) -> bool:
+    """Wait for a lifeline's end: whether the other end can't be reached; else it has ended."""
+    poll = select.poll()  # the kernel raises no signal for a socket that a recv() waits on
+    poll.register(lifeline, select.POLLIN)
+    poll.poll()
+    try:
+        lifeline.recv(1)
+    except ConnectionResetError:
+        return False
+    except OSError:
+        return True
+    return False
 
 
 OnFrame = Callable[[int, Frame | None], None]
@@ -215,8 +244,8 @@ OnFrame = Callable[[int, Frame | None], None]
 class Hub:
     """The driver's end of all connections: one thread reads them, any thread writes."""
 
-    def __init__(self, connections: Sequence[Connection]):
-        self.connections = list(connections)
+    def __init__(self, connections: Sequence[Connection], lifelines: Sequence[socket.socket]):
+        self.connections, self.lifelines = list(connections), list(lifelines)
 
     def sender(self, rank: int) -> Sender:
         return self.connections[rank]
@@ -229,17 +258,41 @@ class Hub:
         for connection in self.connections:
             connection.send_now(kind, head)
 
+    def cut(self, own_rank: int) -> None:
+        """End the lifelines of all ranks but our own: who can't end itself is ended."""
+        for rank, lifeline in enumerate(self.lifelines):
+            if rank != own_rank:
+                with contextlib.suppress(OSError):  # its rank has gone
+                    lifeline.shutdown(socket.SHUT_WR)
+
     def serve(self, on_frame: OnFrame) -> None:
-        """Read until every connection has ended; `on_frame(rank, None)` is an end of file."""
+        """Read until every link has ended; `on_frame(rank, None)` is the end of a rank.
+
+        A rank that stops in the middle of a frame holds nobody up. If `on_frame` raises, no frame
+        is torn: this can be called again.
+        """
         with selectors.DefaultSelector() as selector:
-            for rank, connection in enumerate(self.connections):
-                selector.register(connection.sock, selectors.EVENT_READ, (rank, connection))
-            while selector.get_map():
+            for rank, (link, lifeline) in enumerate(
+                zip(self.connections, self.lifelines, strict=True)
+            ):
+                selector.register(link.sock, selectors.EVENT_READ, (rank, link))
+                selector.register(lifeline, selectors.EVENT_READ, (rank, None))
+            links = len(self.connections)
+            while links:
                 for key, _ in selector.select():
-                    rank, connection = key.data
-                    frame = connection.receive()
+                    rank, link = key.data
+                    if link is None:
+                        selector.unregister(key.fileobj)
+                        if is_lost(self.lifelines[rank]):
+                            on_frame(rank, None)
+                        continue
+                    try:
+                        frame = link.poll()
+                    except BlockingIOError:
+                        continue
                     if frame is None:
-                        selector.unregister(connection.sock)
+                        selector.unregister(key.fileobj)
+                        links -= 1
                     on_frame(rank, frame)
 
 

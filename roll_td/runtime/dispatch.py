@@ -1,7 +1,8 @@
 """How the arguments of a Cluster call reach the workers and how their answers become one.
 
 Pure: it plans over RankInfo and moves nothing. Of a batch it says which rows go to whom
-(`deliveries`), of the answers who is asked (`answering`) and what is made of them (`collect`).
+(`shard_rows`, `shard_receivers`), of the answers who is asked (`answering`) and what is made of
+them (`collect`).
 
 Every function here is linear in the workers of the role, plus the rows where there is a plan.
 """
@@ -39,21 +40,12 @@ Call = tuple[Sequence[Any], Mapping[str, Any]]
 Pair = tuple[Callable[..., Sequence[Call]], Callable[..., Any]]
 """A user's own mode: split(args, kwargs, infos) -> one Call per worker; collect(values, infos)."""
 Mode = Dispatch | Pair
+Rows = slice | tuple[int, ...]
 
-_DP_MODES = (Dispatch.DP_MP_COMPUTE, Dispatch.DP_MP_DISPATCH_FIRST)
+DP_MODES = (Dispatch.DP_MP_COMPUTE, Dispatch.DP_MP_DISPATCH_FIRST)
 
 
 # Rows to workers
-
-
-@dataclass(frozen=True)
-class Delivery:
-    """Rows of the batch that go once to receivers[0] and from it to the other receivers."""
-
-    rows: slice | tuple[int, ...]
-    """Neighbouring rows as a slice, others as row numbers in the order they arrive."""
-    receivers: tuple[int, ...]
-    """Worker ranks."""
 
 
 def row_cuts(num_rows: int, dp_size: int) -> list[tuple[int, int]]:
@@ -63,39 +55,29 @@ def row_cuts(num_rows: int, dp_size: int) -> list[tuple[int, int]]:
     return list(pairwise(starts))
 
 
-def deliveries(
-    mode: Dispatch, infos: Sequence[RankInfo], num_rows: int, plan: StepPlan | None = None
-) -> tuple[Delivery, ...]:
-    """Which rows of a batch of num_rows rows go to which workers.
+def shard_receivers(mode: Dispatch, infos: Sequence[RankInfo]) -> list[tuple[int, ...]]:
+    """The worker ranks that get each shard of a batch in a DP mode; every worker is in one.
 
-    Every worker is a receiver of exactly one delivery. In the DP modes there is one per dp
-    rank, in dp order, with the rows the plan gives it, or those of `row_cuts`;
-    DP_MP_DISPATCH_FIRST adds one without rows for all workers that are not first. The other
-    modes deliver everything to all, plan or not.
-    Raises ValueError for ALL_TO_ALL, and for a plan that fits neither the rows nor the role.
+    DP_MP_COMPUTE: all workers of a dp rank, its first worker at the head, in dp order.
+    DP_MP_DISPATCH_FIRST: the first worker of each dp rank in dp order; then, for shards without
+    rows, each other worker.
     """
-    if mode is Dispatch.ALL_TO_ALL:
-        raise ValueError(
-            "deliveries: ALL_TO_ALL has an argument of its own for each worker, not one batch; "
-            "take each worker's with spread()"
-        )
-    if mode not in _DP_MODES:
-        return (Delivery(slice(None), tuple(info.rank for info in infos)),)
-    rows = _rows_by_dp(infos[0].dp_size, num_rows, plan)
-    shards: list[list[int]] = [[] for _ in rows]
-    others: list[int] = []
+    shards: list[list[int]] = [[] for _ in range(infos[0].dp_size)]
+    others: list[tuple[int, ...]] = []
     for info in sorted(infos, key=lambda info: not info.is_first):
-        gets_rows = mode is Dispatch.DP_MP_COMPUTE or info.is_first
-        (shards[info.dp_rank] if gets_rows else others).append(info.rank)
-    found = [Delivery(*shard) for shard in zip(rows, map(tuple, shards), strict=True)]
-    if others:
-        found.append(Delivery(slice(0, 0), tuple(others)))
-    return tuple(found)
+        if mode is Dispatch.DP_MP_COMPUTE or info.is_first:
+            shards[info.dp_rank].append(info.rank)
+        else:
+            others.append((info.rank,))
+    return [*map(tuple, shards), *others]
 
 
-def _rows_by_dp(
-    dp_size: int, num_rows: int, plan: StepPlan | None
-) -> list[slice | tuple[int, ...]]:
+def shard_rows(dp_size: int, num_rows: int, plan: StepPlan | None = None) -> list[Rows]:
+    """The rows of a batch of num_rows rows that each dp rank gets: those the plan gives it, else
+    those of `row_cuts`. Raises ValueError for a plan that fits neither the rows nor the role.
+
+    Neighbouring rows are a slice, others row numbers in the order they arrive.
+    """
     if plan is None:
         return [slice(start, stop) for start, stop in row_cuts(num_rows, dp_size)]
     if plan.dp_size != dp_size:
@@ -107,7 +89,7 @@ def _rows_by_dp(
     return [_slice_if_neighbours(local(plan, dp_rank).rows) for dp_rank in range(dp_size)]
 
 
-def _slice_if_neighbours(rows: tuple[int, ...]) -> slice | tuple[int, ...]:
+def _slice_if_neighbours(rows: tuple[int, ...]) -> Rows:
     """The same rows as a slice where they are one: a slice of a tensor is not a copy."""
     start = rows[0] if rows else 0
     stop = start + len(rows)
@@ -146,7 +128,7 @@ def answering(mode: Mode, infos: Sequence[RankInfo]) -> tuple[int, ...]:
     """
     if mode is Dispatch.ONE_TO_ALL_ONE:
         return (0,)
-    if mode in _DP_MODES:
+    if mode in DP_MODES:
         collecting = (info for info in infos if info.is_collecting)
         return tuple(info.rank for info in sorted(collecting, key=lambda info: info.dp_rank))
     return tuple(sorted(info.rank for info in infos))
@@ -161,7 +143,7 @@ def collect(mode: Dispatch, values: Sequence[Any]) -> Any:
     """
     if mode is Dispatch.ONE_TO_ALL_ONE:
         return values[0]
-    if mode not in _DP_MODES:
+    if mode not in DP_MODES:
         return list(values)
     if all(value is None for value in values):
         return None

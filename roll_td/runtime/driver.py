@@ -16,16 +16,15 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
-
 from roll_td.placement import WorldLayout
-from roll_td.runtime.control import Frame, Kind
+from roll_td.runtime.control import Chunk, Frame, Kind
 from roll_td.runtime.failure import Cause, WorkerError
 from roll_td.runtime.landing import Answer, Landing
-from roll_td.runtime.outgoing import Outgoing, Sending
+from roll_td.runtime.outgoing import Key, Outgoing, Sending
+from roll_td.runtime.parcel import Share
 from roll_td.runtime.trace import TraceWriter
-from roll_td.runtime.transport import Ranks, Transport, Work
-from roll_td.runtime.wire import loads
+from roll_td.runtime.transport import Group, Ranks, Transport, Work
+from roll_td.runtime.wire import loads_whole
 
 _current: Driver | None = None
 
@@ -43,12 +42,14 @@ def current_driver() -> Driver:
 class Call:
     """A command under way: its answers, and at the end its landing."""
 
-    def __init__(self, number: int, role: str, method: str, group: Ranks):
+    def __init__(self, number: int, role: str, method: str, group: Group):
         self.number, self.role, self.method, self.group = number, role, method, group
         self.homes: tuple[int, ...] = ()
         self.owned: tuple[int, ...] = ()
         self.answering: tuple[int, ...] = ()
         self.join = False
+        self.sent_at_once: list[Key] = []
+        self.sent_from: list[int] = []
         self.answers: dict[int, Answer] = {}
         self.landing: Landing | None = None
         self.done = threading.Event()
@@ -84,7 +85,7 @@ class Driver:
         # (command, parcel, member) -> the gang and who has come; all members share one entry
         self._replies: dict[int, queue.SimpleQueue[Any]] = {}
         self._counts: defaultdict[tuple[str, str, int], int] = defaultdict(int)
-        self._running: dict[int, dict[int, str]] = defaultdict(dict)
+        self._running: dict[int, dict[int, Call]] = defaultdict(dict)
         self._ended = False
         self._landings: queue.SimpleQueue[tuple[Call, list[Work]] | None] = queue.SimpleQueue()
         threading.Thread(target=self._guard, args=(self._land,), daemon=True).start()
@@ -115,46 +116,68 @@ class Driver:
         body: dict[str, Any],
         call: Call,
         ranks: Sequence[int],
-        parcels: Sequence[Outgoing] = (),
+        outgoing: Sequence[Outgoing] = (),
         gang: Ranks = (),
     ) -> Call:
-        """Number a command and send it to `ranks`; parcels go to their receivers."""
-        per_rank: defaultdict[int, list[Outgoing]] = defaultdict(list)
-        for outgoing in parcels:
-            for rank in outgoing.parcel.receivers:
-                per_rank[rank].append(outgoing)
+        """Number a command and send it to `ranks`, each with its shares."""
         with self._log:
-            call.number = number = next(self._numbers)
-            head = pickle.dumps((number, op, body), 5)
+            if self.failed is not None:
+                raise WorkerError(self.failed.render())
+            call.number = next(self._numbers)
+            head = pickle.dumps((call.number, op, body), 5)
             self.pickled += 1
-            self._calls[number] = call
-            self._expect_gang(number, -1, gang)
-            for outgoings in per_rank.values():
-                self._register(number, outgoings, call.group)
-            heads: dict[tuple[int, ...], bytes] = {}  # pickled once, not once a rank
-            for rank in ranks:
-                mine = per_rank.get(rank, [])
-                key = tuple(map(id, mine))
-                own = heads.get(key) or pickle.dumps([o.head for o in mine], 5)
-                heads[key] = own
-                inline = [chunk for o in mine for chunk in o.inline()]
-                self.hub.sender(rank).send(Kind.COMMAND, head, own, inline)
-                self._running[rank][number] = f"{call.role}.{call.method}"
-            if call.owned:
-                hold = pickle.dumps((number, "hold", {}), 5)
-                for rank in call.owned:
-                    self.hub.sender(rank).send(Kind.COMMAND, hold)
+            try:
+                self._calls[call.number] = call
+                self._expect_gang(call.number, -1, gang)
+                self._send(call, head, ranks, outgoing)
+            except BaseException as error:  # some ranks have it: no later command could be in order
+                self.fail(Cause.of(error, "driver", self.transport.rank))
+                raise
         return call
 
-    def _register(self, number: int, parcels: list[Outgoing], group: Ranks) -> None:
-        """Expect what the first receiver of each parcel will say. A rank counts its own parcels;
-        those of one gang have the same count on all of its members."""
-        for index, outgoing in enumerate(parcels):
-            receivers = outgoing.parcel.receivers
-            if (number, index, receivers[-1]) not in self._gangs and outgoing.parcel.fan_out:
-                self._expect_gang(number, index, receivers)
-            if any(outgoing.parcel.places):
-                self.sending.offer((number, receivers[0] << 8 | index), outgoing, group)
+    def _send(
+        self, call: Call, head: bytes, ranks: Sequence[int], outgoing: Sequence[Outgoing]
+    ) -> None:
+        per_rank: defaultdict[int, list[Outgoing]] = defaultdict(list)
+        for out in outgoing:
+            for rank in out.receivers:
+                per_rank[rank].append(out)
+        told: dict[Key, Share] = {}
+        owns: dict[tuple[int, ...], tuple[bytes, list[Chunk]]] = {}  # made once, not once a rank
+        for rank in ranks:
+            mine = per_rank.get(rank, [])
+            key = tuple(map(id, mine))
+            if key not in owns:
+                shares = self._expect(call, mine, told)
+                own = pickle.dumps(shares, 5) if mine else b""
+                owns[key] = own, [chunk for o in mine for chunk in o.inline()]
+            self.hub.sender(rank).send(Kind.COMMAND, head, *owns[key])
+            self._running[rank][call.number] = call
+        hold = pickle.dumps((call.number, "hold", {}), 5) if call.owned else b""
+        for rank in call.owned:
+            self.hub.sender(rank).send(Kind.COMMAND, hold)
+            self._running[rank][call.number] = call
+        for at_once in call.sent_at_once:
+            self.sending.ready(at_once)
+
+    def _expect(
+        self, call: Call, mine: Sequence[Outgoing], told: dict[Key, Share]
+    ) -> list[tuple[Any, ...]]:
+        """Expect what the receivers of shares will say, and give the shares as they are told. A
+        rank counts its own shares; those of one gang have the same count on all its members."""
+        shares = []
+        for index, out in enumerate(mine):
+            share, key = out.share, (call.number, out.share.source << 8 | index)
+            if share.is_sent and key not in told:
+                if not out.copies and not self._running[share.source]:
+                    share = share._replace(at_once=True)
+                    call.sent_at_once.append(key)
+                if share.copies > 1:
+                    self._expect_gang(call.number, index, out.receivers)
+                self.sending.offer(key, out, call.group)
+                told[key] = share
+            shares.append(tuple(told.get(key, share)))
+        return shares
 
     # --- what the ranks say ------------------------------------------------------------------
 
@@ -176,9 +199,9 @@ class Driver:
         elif frame.kind is Kind.AT:
             self._at(rank, frame.load())
         elif frame.kind is Kind.REPLY:
-            request, _, kind, skeleton, raw = frame.load()
+            request, kind, value = frame.load()
             if request in self._replies:
-                self._replies[request].put((kind, skeleton, raw))
+                self._replies[request].put((kind, value))
         elif frame.kind is Kind.ERROR:
             self.fail(frame.load())
         elif frame.kind is Kind.SIGNAL:
@@ -188,7 +211,8 @@ class Driver:
 
     def _death(self, rank: int) -> Cause:
         host = self.places[rank].host
-        doing = ", ".join(self._running[rank].values()) or "nothing"
+        running = (f"{call.role}.{call.method}" for call in list(self._running[rank].values()))
+        doing = ", ".join(running) or "nothing"
         text = (
             f"rank {rank} died without a word (killed, out of memory, or a crash in native "
             f"code); commands it had not answered: {doing}"
@@ -215,15 +239,17 @@ class Driver:
         self._running[answer.rank].pop(number, None)
         if len(call.answers) < len(call.homes):
             return
-        del self._calls[number]
         for rank in call.owned:
+            self._running[rank].pop(number, None)
             self.hub.sender(rank).send(Kind.RELEASE, pickle.dumps(number))
+        for key in call.sent_at_once:
+            self.sending.arrived(key)
         answers = [call.answers[w] for w in call.answering]
         call.landing = Landing(answers, call.join)
         works = call.landing.receive(self.transport, call.group, number & 0x7FFFFFFF)
-        for a in answers:
-            if a.is_sent:
-                self.hub.sender(a.rank).send(Kind.SEND, pickle.dumps(number))
+        call.sent_from = [a.rank for a in answers if a.is_sent]
+        for rank in call.sent_from:
+            self.hub.sender(rank).send(Kind.SEND, pickle.dumps(number))
         if works:
             self._landings.put((call, works))
         else:
@@ -234,30 +260,19 @@ class Driver:
             call, works = item
             for work in works:
                 work.wait()
-            assert call.landing is not None
-            for answer in call.landing.answers:
-                if answer.is_sent:
-                    self.hub.sender(answer.rank).send(Kind.GOT, pickle.dumps(call.number))
             self._finish(call)
-            del call, works, item, answer  # a result lives no longer than its Refs
+            for rank in call.sent_from:
+                self.hub.sender(rank).send(Kind.GOT, pickle.dumps(call.number))
+            del call, works, item, work  # a result lives no longer than its Refs
 
     def _finish(self, call: Call) -> None:
+        if self.trace is not None:
+            runs = [(a.rank, a.times) for a in call.answers.values()]
+            name, end_s = f"{call.role}.{call.method}", time.time()
+            rank = self.layout.driver_rank
+            self.trace.call(name, call.role, call.number, rank, call.posted_s, end_s, runs)
+        del self._calls[call.number]
         call.done.set()
-        if self.trace is None:
-            return
-        name = f"{call.role}.{call.method}"
-        end = time.time()
-        self.trace.async_span(
-            name, call.role, self.layout.driver_rank, 0, call.number, call.posted_s, end, call.role
-        )
-        for answer in call.answers.values():
-            received, started, here, ended = answer.times
-            args = {
-                "command": call.number,
-                "queued_s": started - received,
-                "data_s": here - started,
-            }
-            self.trace.span(name, call.role, answer.rank, 1, started, ended, call.role, args)
 
     # --- waiting -------------------------------------------------------------------------------
 
@@ -276,29 +291,26 @@ class Driver:
         for call in list(self._calls.values()):
             call.done.set()
         for replies in list(self._replies.values()):
-            replies.put(("failed", b"", []))
+            replies.put(("failed", b""))
 
-    def request(
-        self, rank: int, cluster: str, method: str, args: Any, kwargs: Any
-    ) -> Iterator[Any]:
-        """Call a request method of the worker on `rank`; yields what it gives."""
+    def request(self, rank: int, cluster: str, method: str, arguments: bytes) -> Iterator[Any]:
+        """Call a request method of the worker on `rank` with pickled (args, kwargs); yields what
+        it gives."""
         number = next(self._request_ids)
         replies: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._replies[number] = replies
-        head = pickle.dumps((number, cluster, method, args, kwargs, True), 5)
+        head = pickle.dumps((number, cluster, method, arguments), 5)
         self.hub.sender(rank).send(Kind.REQUEST, head)
         return self._stream(number, replies)
 
     def _stream(self, number: int, replies: queue.SimpleQueue[Any]) -> Iterator[Any]:
         while True:
-            kind, skeleton, raw = replies.get()
+            kind, value = replies.get()
             if kind == "failed":
                 assert self.failed is not None
                 raise WorkerError(self.failed.render())
             if kind != "end":
-                buffers = [torch.frombuffer(bytearray(b or b"\0"), dtype=torch.uint8) for b in raw]
-                buffers = [b[: len(r)] for b, r in zip(buffers, raw, strict=True)]
-                yield loads(skeleton, buffers)
+                yield loads_whole(value)
             if kind != "item":
                 del self._replies[number]
                 return

@@ -27,8 +27,8 @@ from roll_td.runtime.arrivals import Arrivals, Command
 from roll_td.runtime.control import Frame, Kind, Sender
 from roll_td.runtime.failure import Cause
 from roll_td.runtime.seeding import kept_random_state, seed_command
-from roll_td.runtime.transport import Ranks, Transport
-from roll_td.runtime.wire import as_bytes
+from roll_td.runtime.transport import Group, Transport
+from roll_td.runtime.wire import dumps_whole, loads_whole
 from roll_td.runtime.worker import WorkerContext
 
 OUTBOX_BYTES = 1024**3
@@ -45,7 +45,9 @@ class _Seated:
     role: str
     rank: int
     """Its rank in the role."""
-    data_group: Ranks
+    data_group: Group
+    groups: dict[str, Group]
+    """The role's groups that it is in, by name."""
 
 
 class Executor:
@@ -139,7 +141,7 @@ class Executor:
 
     def _execute(self, command: Command) -> None:
         self._doing = Doing("", None, "(unpickling a command)")
-        number, op, body, _ = command.load()
+        number, op, body = command.load()
         started = time.time()
         if op == "call":
             return self._call(command, started)
@@ -161,16 +163,12 @@ class Executor:
 
     def _build(self, body: dict[str, Any]) -> int:
         """Make the worker of a role that lives here; gives its rank in the role."""
-        role, seats, names = body["role"], body["seats"], body["group_ranks"]
+        role, seats = body["role"], body["seats"]
         seat = next(s for s in seats if s.ranks[0] == self.rank)
         self._doing = Doing(role, seat.worker, "__init__")
         cls: Any = import_class(body["worker_cls"])
-        groups = {
-            name: self.transport.group(ranks)
-            for name, all_ranks in names.items()
-            for ranks in all_ranks
-            if self.rank in ranks
-        }
+        mine = {n: g for n, each in body["groups"].items() for g in each if self.rank in g.ranks}
+        groups = {name: self.transport.group(group) for name, group in mine.items()}
         beside = [self.local_rank + r - self.rank for r in seat.ranks]
         context = WorkerContext(
             role=role,
@@ -194,16 +192,17 @@ class Executor:
             worker.context = context
             worker.__init__(body["worker_config"])
         with self._changed:
-            self._workers[body["cluster"]] = _Seated(worker, role, seat.worker, body["data_group"])
+            seated = _Seated(worker, role, seat.worker, body["data_group"], mine)
+            self._workers[body["cluster"]] = seated
             self._changed.notify_all()
         return int(seat.worker)
 
     def _call(self, command: Command, started: float) -> None:
-        number, _, body, _ = command.load()
+        number, _, body = command.load()
         seated = self._workers[body["cluster"]]
         method = body["method"]
         self._doing = Doing(seated.role, seated.rank, method)
-        args, kwargs, given = self._receive(command, seated.data_group)
+        args, kwargs, given = self._receive(command, seated)
         here = time.time()
         own = kept_random_state() if self.rank == self.driver_rank else contextlib.nullcontext()
         with self._prefetching(), own:
@@ -229,29 +228,29 @@ class Executor:
         self._go.discard(key)
 
     def _receive(
-        self, command: Command, group: Ranks
+        self, command: Command, seated: _Seated
     ) -> tuple[tuple[Any, ...], dict[str, Any], Given]:
         """The arguments of a call, and what they say of its result's rows."""
         with self._changed:
             arrivals, self._ahead = self._ahead, None
         if arrivals is None:
-            arrivals = self._arrivals(command, group)
+            arrivals = self._arrivals(command, seated.data_group)
             arrivals.wait()
         else:
             assert arrivals.waiter is not None
             arrivals.waiter.join()
             self._wait(lambda: True)  # stop if it failed
-        for index, parcel, buffers in arrivals.shared():
-            assert parcel.fan_out is not None, "several receivers, and no group for them"
+        for index, share, buffers in arrivals.shared():
+            assert share.group is not None, "several receivers, and no group for them"
             self._gang((arrivals.number, index))
             for buffer in buffers:
-                self.transport.broadcast(buffer, parcel.receivers[0], parcel.fan_out)
+                self.transport.broadcast(buffer, share.source, seated.groups[share.group])
         args, kwargs, inputs = arrivals.arguments()
         # looked at now: the method may change the columns
         given = (Given.of(data) for data in inputs)
         return args, kwargs, next((g for g in given if g.lengths is not None), Given(None, None))
 
-    def _arrivals(self, command: Command, group: Ranks) -> Arrivals:
+    def _arrivals(self, command: Command, group: Group) -> Arrivals:
         return Arrivals(command, self.transport, self.link, self.driver_rank, group)
 
     @contextlib.contextmanager
@@ -271,7 +270,7 @@ class Executor:
         command = self._queue[0]
         if not len(command.frame.own):
             return  # nothing comes with it
-        _, op, body, _ = command.load()
+        _, op, body = command.load()
         seated = self._workers.get(body["cluster"]) if op == "call" and body["prefetch"] else None
         if seated is None:
             return
@@ -309,7 +308,8 @@ class Executor:
         """Call a request method, beside the commands, and stream what it gives."""
         doing = Doing("", None, "(unpickling a request)")
         try:
-            number, cluster, method, args, kwargs, _ = frame.load()
+            number, cluster, method, arguments = frame.load()
+            args, kwargs = loads_whole(arguments)
             self._wait(lambda: cluster in self._workers)
             seated = self._workers[cluster]
             doing = Doing(seated.role, seated.rank, method)
@@ -327,9 +327,7 @@ class Executor:
             self._fail(doing, error)
 
     def _reply(self, number: int, kind: str, value: Any, doing: Doing) -> None:
-        skeleton, buffers = dump_result(value, value, doing)
-        raw = [bytes(as_bytes(b).numpy()) for b in buffers]
-        self._send(Kind.REPLY, (number, doing.worker, kind, skeleton, raw))
+        self._send(Kind.REPLY, (number, kind, dump_result(dumps_whole, value, value, doing)))
 
     # --- failure ----------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pickle
+import select
 import signal
 import socket
 import sys
@@ -14,14 +15,16 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Literal, NoReturn
 
-from roll_td.runtime.control import Kind
+from roll_td.runtime.control import Hub, Kind
 
 BETTER_CAUSE_S = 0.3
 """How long the first cause waits for a better one: who waits on a dead rank fails too."""
 LAST_ENDS_S = 2.0
 """How long the driver waits for the ranks to end before it prints and ends itself."""
+FLUSH_S = 1.0
+"""How long the end waits for each thing that is to be written."""
 ABORT_BYTES = 32_768
 """An abort has to fit into a socket's buffer in one piece."""
 
@@ -82,24 +85,39 @@ class Cause:
 
 def end_process(code: int) -> NoReturn:
     """Flush what was printed, and end at once: no atexit, no destructors, no waiting."""
-    # by a thread: a flush waits for whoever is stuck in writing
-    flushing = threading.Thread(target=_flush, daemon=True)
-    with contextlib.suppress(RuntimeError):
-        flushing.start()
-        flushing.join(1.0)
+    _within(FLUSH_S, _flush)
     os._exit(code)
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
 
 
 def say(text: str) -> None:
     """Print to stderr in one piece, whatever other threads do."""
-    with contextlib.suppress(OSError):
-        os.write(2, f"{text}\n".encode(errors="replace"))
+    _within(FLUSH_S, lambda: _write(2, f"{text}\n".encode(errors="replace")))
+
+
+def _within(timeout_s: float, action: Callable[[], None]) -> None:
+    """Do it, by a thread: writing may wait for ever on who doesn't read, or on a lock."""
+    thread = threading.Thread(target=action, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # no more threads are to be had
+        return action()
+    thread.join(timeout_s)
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    while data:
+        try:
+            data = data[os.write(descriptor, data) :]
+        except BlockingIOError:  # somebody has made our stderr non-blocking
+            select.select([], [descriptor], [], FLUSH_S)
+        except OSError:
+            return  # there is nobody to tell
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # a full disk, a closed stream
+            stream.flush()
 
 
 def write_error_file(cause_text: str, full: bool) -> None:
@@ -121,17 +139,21 @@ def write_error_file(cause_text: str, full: bool) -> None:
 
 
 class Undertaker:
-    """Ends a failed job, from the driver's process. `hosts` has one host a rank; `on_end(cause)`
-    is called once the cause is chosen, before anybody is told."""
+    """Ends a failed job, from the driver's process, which is rank `own_rank`.
+
+    `hosts` has one host a rank. `on_end` is called once the cause is chosen, before anybody is
+    told; `save` when all have ended, to write what is still buffered, for a second at most.
+    """
 
     def __init__(
         self,
-        hub: Any,
+        hub: Hub,
         hosts: Sequence[str],
-        on_end: Callable[[Cause], None] | None = None,
-        own_rank: int = 0,
+        on_end: Callable[[], None],
+        save: Callable[[], None],
+        own_rank: int,
     ):
-        self._hub, self._hosts, self._on_end = hub, list(hosts), on_end
+        self._hub, self._hosts, self._on_end, self._save = hub, list(hosts), on_end, save
         self._own_rank = own_rank
         self._lock = threading.Lock()
         self._causes: list[Cause] = []
@@ -177,16 +199,14 @@ class Undertaker:
             if cause.kind == "signal" and cause.method in signal.Signals.__members__:
                 code = 128 + signal.Signals[cause.method]
             text = cause.render()
-            if self._on_end is not None:
-                with contextlib.suppress(Exception):
-                    self._on_end(cause)
+            self._on_end()
             self._hub.send_now(Kind.ABORT, pickle.dumps(text[:ABORT_BYTES], 5))
+            self._hub.cut(self._own_rank)
             self.wait_gone(LAST_ENDS_S)
-            flushing = threading.Thread(target=_flush, daemon=True)
-            flushing.start()
-            flushing.join(0.5)
-            say(text)
+            _within(FLUSH_S, self._save)
+            _within(FLUSH_S, _flush)
             write_error_file(text, full=True)
+            say(text)
         except BaseException as error:  # the last thread that can end the job
             say(f"roll-td: the job failed, and telling why failed too: {error!r}")
         finally:

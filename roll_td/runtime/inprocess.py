@@ -19,7 +19,7 @@ from roll_td.runtime.control import LocalHub
 from roll_td.runtime.driver import Driver
 from roll_td.runtime.executor import Executor
 from roll_td.runtime.failure import Cause, WorkerError
-from roll_td.runtime.job import RankPlace
+from roll_td.runtime.rendezvous import RankPlace
 from roll_td.runtime.transport import LocalTransport, Mailboxes
 
 END_S = 5.0
@@ -41,7 +41,9 @@ class LocalJob:
         seed: int = 0,
     ):
         self.layout = world_layout(world_places, num_nodes, num_gpus_per_node)
-        self.places = [RankPlace(n, r, f"node{n}", None, os.getpid()) for n, r in world_places]
+        self.places = [
+            RankPlace(n, r, f"node{n}", "127.0.0.1", None, os.getpid()) for n, r in world_places
+        ]
         size = len(self.places)
         self.hub = LocalHub(size)
         mailboxes = Mailboxes()

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import pickle
+import threading
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from roll_td.protocol import DataProto
-from roll_td.runtime.transport import Ranks, Transport, Work
-from roll_td.runtime.wire import Column, Place, as_bytes, from_bytes, loads, unpack
+from roll_td.protocol import DataProto, merge_meta
+from roll_td.runtime.transport import Group, Transport, Work
+from roll_td.runtime.wire import Column, Place, as_bytes, blank, loads, loads_whole, owned, unpack
 
 
 @dataclass
@@ -64,10 +64,10 @@ class Landing:
         for answer in answers:
             self.starts.append(self.starts[-1] + answer.num_rows)
         if join and answers and all(_same(answers[0], a) for a in answers):
-            self.whole = {
-                c.name: torch.empty((self.starts[-1], *c.tail), dtype=c.dtype)
-                for c in answers[0].columns
-            }
+            self.whole = {c.name: blank(c, self.starts[-1]) for c in answers[0].columns}
+        made_for = answers[:1] if self.whole is not None else answers
+        self._zeros = {c.name for a in made_for for c in a.columns if c.packed and c.fill == 0}
+        self._lock = threading.Lock()
         self.tensors = [self._columns_of(i) for i in range(len(answers))]
         self.buffers = [self._buffers_of(i) for i in range(len(answers))]
 
@@ -75,9 +75,7 @@ class Landing:
         answer = self.answers[i]
         if self.whole is not None:
             return {k: v[self.starts[i] : self.starts[i + 1]] for k, v in self.whole.items()}
-        return {
-            c.name: torch.empty((answer.num_rows, *c.tail), dtype=c.dtype) for c in answer.columns
-        }
+        return {c.name: blank(c, answer.num_rows) for c in answer.columns}
 
     def _buffers_of(self, i: int) -> list[torch.Tensor]:
         """Where each buffer lands: a slice of the column, or memory of its own if packed."""
@@ -89,7 +87,7 @@ class Landing:
             for c, size in zip(answer.columns, answer.sizes, strict=True)
         ]
 
-    def receive(self, transport: Transport, group: Ranks, tag: int) -> list[Work]:
+    def receive(self, transport: Transport, group: Group, tag: int) -> list[Work]:
         """Copy what came inline; post the receives of the rest."""
         works = []
         for answer, buffers in zip(self.answers, self.buffers, strict=True):
@@ -98,8 +96,7 @@ class Landing:
                 if place is Place.SENT:
                     works.append(transport.irecv(buffer, answer.rank, group, tag))
                 elif buffer.numel():
-                    raw = answer.inline[offset : offset + buffer.numel()]
-                    buffer.copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+                    buffer.copy_(owned(answer.inline[offset : offset + buffer.numel()]))
                     offset += buffer.numel()
         return works
 
@@ -110,32 +107,31 @@ class Landing:
             return None
         if answer.kind == "value":
             return loads(answer.spec[0], self.buffers[i])
-        skeleton, raw, lengths = pickle.loads(answer.spec[-1])
-        rest = [torch.frombuffer(bytearray(b), dtype=torch.uint8) if b else _EMPTY for b in raw]
-        objects, meta_info = loads(skeleton, rest)
+        return DataProto(dict(self.tensors[i]) or None, *self._rest(i))
+
+    def _rest(self, i: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Object columns and meta_info of a batch, after its packed columns are put into place."""
+        objects, meta_info, lengths = loads_whole(self.answers[i].spec[-1])
         tensors = self.tensors[i]
         own = tensors.get("lengths")
         if own is None and lengths is not None:
-            own = torch.frombuffer(bytearray(lengths), dtype=torch.int64)
-        for column, flat in zip(answer.columns, self.buffers[i], strict=True):
-            if column.packed:
-                assert own is not None, "a packed column came without lengths"
-                tail = column.tail[1:]
-                tokens = flat.numel() // max(column.token_bytes, 1)
-                typed = from_bytes(flat, column.dtype, (tokens, *tail))
-                unpack(typed, own, column, tensors[column.name])
-        return DataProto(dict(tensors) or None, objects, meta_info)
+            own = torch.from_numpy(lengths)
+        with self._lock:
+            buffers, self.buffers[i] = self.buffers[i], []
+            for column, flat in zip(self.answers[i].columns, buffers, strict=False):
+                if column.packed:
+                    assert own is not None, "a packed column came without lengths"
+                    unpack(flat, own, column, tensors[column.name], column.name in self._zeros)
+        return objects, meta_info
 
     def values(self) -> list[Any]:
         """All values, in order."""
         return [self.value(i) for i in range(len(self.answers))]
 
-    def joined(self, parts: list[DataProto]) -> DataProto:
-        """The parts as one batch; the columns are already in place."""
+    def joined(self) -> DataProto:
+        """All answers as one batch; the columns are already in place."""
         assert self.whole is not None
-        rest = [DataProto(None, dict(p.non_tensor_batch), p.meta_info) for p in parts]
-        merged = DataProto.concat(rest)
-        return DataProto(dict(self.whole) or None, merged.non_tensor_batch, merged.meta_info)
-
-
-_EMPTY = torch.empty(0, dtype=torch.uint8)
+        rests = [self._rest(i) for i in range(len(self.answers))]
+        objects = DataProto.concat([DataProto(None, columns) for columns, _ in rests])
+        meta_info = merge_meta([meta_info for _, meta_info in rests])
+        return DataProto(dict(self.whole) or None, objects.non_tensor_batch, meta_info)

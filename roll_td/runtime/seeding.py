@@ -10,6 +10,8 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from roll_td.platform import current_platform
+
 
 def seed_command(seed: int, role: str, worker: int, step: int, method: str, count: int) -> None:
     """Seed python, numpy and torch; no two commands share a stream."""
@@ -17,7 +19,7 @@ def seed_command(seed: int, role: str, worker: int, step: int, method: str, coun
     number = int.from_bytes(hashlib.sha256(key).digest()[:8], "little")
     random.seed(number)
     np.random.seed(number & 0xFFFFFFFF)
-    torch.manual_seed(number >> 1)
+    current_platform.seed(number >> 1)
 
 
 @contextmanager

@@ -8,11 +8,10 @@ in gloo, one that is too long is filled in part, silently), and have said that t
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
+from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
-from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,18 @@ import torch.distributed as dist
 from roll_td.platform import current_platform
 
 Ranks = tuple[int, ...]
+
+
+class Group(NamedTuple):
+    """A process group: those with equal members and timeouts are one."""
+
+    ranks: Ranks
+    """Global ranks, in the group's order."""
+    timeout_s: float
+
+    def rank_of(self, rank: int) -> int:
+        """The rank in the group of a global rank."""
+        return self.ranks.index(rank)
 
 
 class Work(Protocol):
@@ -34,34 +45,43 @@ class Transport(Protocol):
 
     rank: int
 
-    def make_groups(self, groups: Sequence[tuple[Ranks, float]]) -> None:
-        """Make process groups (ranks, timeout_s); every rank calls this, in the same order."""
+    def make_groups(self, groups: Sequence[Group]) -> None:
+        """Make process groups; every rank calls this, in the same order."""
 
-    def group(self, ranks: Ranks) -> Any:
-        """The process group of these ranks."""
+    def group(self, group: Group) -> Any:
+        """The process group."""
 
-    def isend(self, data: torch.Tensor, peer: int, group: Ranks, tag: int) -> Work:
+    def isend(self, data: torch.Tensor, peer: int, group: Group, tag: int) -> Work:
         """Send bytes to a rank of the group."""
 
-    def irecv(self, into: torch.Tensor, peer: int, group: Ranks, tag: int) -> Work:
+    def irecv(self, into: torch.Tensor, peer: int, group: Group, tag: int) -> Work:
         """Receive bytes from a rank of the group."""
 
-    def broadcast(self, data: torch.Tensor, source: int, group: Ranks) -> None:
+    def broadcast(self, data: torch.Tensor, source: int, group: Group) -> None:
         """Bytes of `source` to all of the group, in place; every member calls it."""
 
 
 class Mailboxes:
-    """Buffers handed over inside one process, by (source, target, tag)."""
+    """Buffers handed over inside one process, by a key such as (source, target, tag)."""
 
     def __init__(self) -> None:
-        self._boxes: defaultdict[tuple[Any, ...], SimpleQueue[torch.Tensor]] = defaultdict(
-            SimpleQueue
-        )
-        self._lock = threading.Lock()
+        self._boxes: dict[Any, deque[torch.Tensor]] = {}
+        self._changed = threading.Condition()
 
-    def box(self, *key: Any) -> SimpleQueue[torch.Tensor]:
-        with self._lock:
-            return self._boxes[key]
+    def put(self, key: Any, data: torch.Tensor) -> None:
+        """Leave a buffer for whoever takes that key."""
+        with self._changed:
+            self._boxes.setdefault(key, deque()).append(data)
+            self._changed.notify_all()
+
+    def take(self, key: Any) -> torch.Tensor:
+        """Wait for a buffer; those of one key come in order."""
+        with self._changed:
+            self._changed.wait_for(lambda: key in self._boxes)
+            data = self._boxes[key].popleft()
+            if not self._boxes[key]:
+                del self._boxes[key]
+            return data
 
 
 class _Sent:
@@ -70,11 +90,11 @@ class _Sent:
 
 
 class _Pickup:
-    def __init__(self, into: torch.Tensor, box: SimpleQueue[torch.Tensor]):
-        self._into, self._box = into, box
+    def __init__(self, into: torch.Tensor, mail: Mailboxes, key: Any):
+        self._into, self._mail, self._key = into, mail, key
 
     def wait(self) -> None:
-        self._into.copy_(self._box.get())
+        self._into.copy_(self._mail.take(self._key))
 
 
 class LocalTransport:
@@ -84,65 +104,65 @@ class LocalTransport:
         self.rank = rank
         self._mail = mailboxes
 
-    def make_groups(self, groups: Sequence[tuple[Ranks, float]]) -> None:
+    def make_groups(self, groups: Sequence[Group]) -> None:
         return None
 
-    def group(self, ranks: Ranks) -> Ranks:
-        return ranks
+    def group(self, group: Group) -> Ranks:
+        return group.ranks
 
-    def isend(self, data: torch.Tensor, peer: int, group: Ranks, tag: int) -> Work:
-        self._mail.box(self.rank, peer, tag).put(data)
+    def isend(self, data: torch.Tensor, peer: int, group: Group, tag: int) -> Work:
+        self._mail.put((self.rank, peer, tag), data)
         return _Sent()
 
-    def irecv(self, into: torch.Tensor, peer: int, group: Ranks, tag: int) -> Work:
-        return _Pickup(into, self._mail.box(peer, self.rank, tag))
+    def irecv(self, into: torch.Tensor, peer: int, group: Group, tag: int) -> Work:
+        return _Pickup(into, self._mail, (peer, self.rank, tag))
 
-    def broadcast(self, data: torch.Tensor, source: int, group: Ranks) -> None:
+    def broadcast(self, data: torch.Tensor, source: int, group: Group) -> None:
         if source == self.rank:
-            for peer in group:
+            for peer in group.ranks:
                 if peer != source:
-                    self._mail.box("broadcast", source, peer, group).put(data.clone())
+                    self._mail.put((source, peer, group), data.clone())
         else:
-            data.copy_(self._mail.box("broadcast", source, self.rank, group).get())
+            data.copy_(self._mail.take((source, self.rank, group)))
 
 
 class GlooTransport:
     """Point-to-point and broadcast over gloo groups; a rank to itself by a mailbox.
 
-    Groups are cached by their ranks: each costs a member 3 threads and 5 to 8 descriptors.
+    Groups are cached: each costs a member 3 threads and 5 to 8 descriptors.
     """
 
     def __init__(self, rank: int):
         self.rank = rank
-        self._groups: dict[Ranks, Any] = {}
+        self._groups: dict[Group, Any] = {}
         self._self = LocalTransport(rank, Mailboxes())
 
-    def make_groups(self, groups: Sequence[tuple[Ranks, float]]) -> None:
-        for ranks, timeout_s in groups:
-            if ranks not in self._groups:
-                self._groups[ranks] = dist.new_group(
-                    list(ranks),
-                    timeout=timedelta(seconds=timeout_s),
+    def make_groups(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            if group not in self._groups:
+                self._groups[group] = dist.new_group(
+                    list(group.ranks),
+                    timeout=timedelta(seconds=group.timeout_s),
                     backend=current_platform.backend,
                     sort_ranks=False,
                 )
 
-    def group(self, ranks: Ranks) -> Any:
-        return self._groups[ranks]
+    def group(self, group: Group) -> Any:
+        return self._groups[group]
 
-    def isend(self, data: torch.Tensor, peer: int, group: Ranks, tag: int) -> Work:
+    def isend(self, data: torch.Tensor, peer: int, group: Group, tag: int) -> Work:
         if peer == self.rank:
             return self._self.isend(data, peer, group, tag)
-        work = dist.isend(data, group=self._groups[group], group_dst=group.index(peer), tag=tag)
+        work = dist.isend(data, group=self._groups[group], group_dst=group.rank_of(peer), tag=tag)
         assert work is not None, f"rank {self.rank} is not in the data group {group}"
         return work
 
-    def irecv(self, into: torch.Tensor, peer: int, group: Ranks, tag: int) -> Work:
+    def irecv(self, into: torch.Tensor, peer: int, group: Group, tag: int) -> Work:
         if peer == self.rank:
             return self._self.irecv(into, peer, group, tag)
-        work = dist.irecv(into, group=self._groups[group], group_src=group.index(peer), tag=tag)
+        work = dist.irecv(into, group=self._groups[group], group_src=group.rank_of(peer), tag=tag)
         assert work is not None, f"rank {self.rank} is not in the data group {group}"
         return work
 
-    def broadcast(self, data: torch.Tensor, source: int, group: Ranks) -> None:
-        dist.broadcast(data, group=self._groups[group], group_src=group.index(source))
+    def broadcast(self, data: torch.Tensor, source: int, group: Group) -> None:
+        dist.broadcast(data, group=self._groups[group], group_src=group.rank_of(source))

@@ -1,7 +1,7 @@
 """How values become bytes: a small pickled skeleton and flat buffers, never a pickled tensor.
 
-A tensor in a value becomes a *buffer* (its bytes, in place) and a number in the skeleton. A
-DataProto becomes *columns*: a schema, which all shards share, and per shard the row count and
+The memory of a tensor or array in a value is a *buffer*, out of the skeleton's band. A DataProto
+becomes *columns*: a schema, which all shards share, and per shard the row count and
 the sizes. Token columns are sent without their padding where that saves something; the
 receiver, who has `lengths`, fills it in again.
 
@@ -12,12 +12,13 @@ SENT (by the transport). Ranks of one node may one day share memory: that is one
 from __future__ import annotations
 
 import io
+import math
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,11 +31,11 @@ PACK_BELOW = 0.9
 """Token columns are packed when the real tokens are less than this share of B x T."""
 
 Rows = slice | tuple[int, ...]
+Array = np.ndarray[Any, Any]
 
 
-def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a uint8 CPU tensor, to be written to a socket."""
-    array: Any = tensor.numpy()
+def memory_of(array: Any) -> memoryview:
+    """The memory of a uint8 array, to be written to a socket or read as a pickle."""
     return memoryview(array)
 
 
@@ -61,52 +62,99 @@ def from_bytes(flat: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> 
 # --- any value -------------------------------------------------------------------------------
 
 
-def _rebuild(tensors: dict[str, torch.Tensor], rest: tuple[Any, ...]) -> DataProto:
+def _tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    if memoryview(buffer).nbytes == 0:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(buffer, dtype=dtype).view(shape)
+
+
+def _data(tensors: dict[str, torch.Tensor], rest: tuple[Any, ...]) -> DataProto:
     non_tensor, meta_info, plan = rest
     return DataProto(tensors or None, non_tensor, meta_info, plan)
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, protocol=5)
-        self.buffers: list[torch.Tensor] = []
+    """Tensors are memory and a shape, as numpy arrays already are; so out of band if wanted."""
 
-    def persistent_id(self, obj: Any) -> Any:
-        if type(obj) not in (torch.Tensor, torch.nn.Parameter):
-            return None
-        if obj.layout != torch.strided or obj.is_nested:
-            raise TypeError(f"a tensor of layout {obj.layout} can't travel: make it dense")
-        self.buffers.append(obj.detach())
-        return len(self.buffers) - 1, obj.dtype, tuple(obj.shape)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.tensors: list[torch.Tensor] = []
 
     def reducer_override(self, obj: Any) -> Any:
+        if type(obj) in (torch.Tensor, torch.nn.Parameter):
+            if obj.layout != torch.strided or obj.is_nested:
+                raise TypeError(f"a tensor of layout {obj.layout} can't travel: make it dense")
+            self.tensors.append(obj)
+            memory = pickle.PickleBuffer(memory_of(as_bytes(obj).numpy()))
+            return _tensor, (memory, obj.dtype, tuple(obj.shape))
         if type(obj) is DataProto:
             rest = (obj.non_tensor_batch, obj.meta_info, obj.plan)
-            return _rebuild, (tensors_of(obj), rest)
+            return _data, (tensors_of(obj), rest)
         return NotImplemented
 
 
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, buffers: Sequence[torch.Tensor]) -> None:
-        super().__init__(file)
-        self.buffers = buffers
+class Dumped(NamedTuple):
+    """A value on its way."""
 
-    def persistent_load(self, pid: Any) -> Any:
-        index, dtype, shape = pid
-        return from_bytes(self.buffers[index], dtype, shape)
+    skeleton: bytes
+    """Its pickle, without the memory of tensors and arrays."""
+    buffers: list[Array]
+    """That memory, uint8 (nbytes,) each, not copied."""
+    tensors: list[torch.Tensor]
+    """The tensors in it."""
 
 
-def dumps(value: Any) -> tuple[bytes, list[torch.Tensor]]:
-    """A value as a skeleton and the tensors in it (not copied)."""
-    file = io.BytesIO()
-    pickler = _Pickler(file)
+def dumps(value: Any) -> Dumped:
+    """A value as a skeleton and buffers."""
+    file, buffers = io.BytesIO(), list[Array]()
+
+    def take(buffer: pickle.PickleBuffer) -> None:
+        buffers.append(np.frombuffer(buffer.raw(), dtype=np.uint8))
+
+    pickler = _Pickler(file, 5, buffer_callback=take)
     pickler.dump(value)
-    return file.getvalue(), pickler.buffers
+    return Dumped(file.getvalue(), buffers, pickler.tensors)
+
+
+class Watch:
+    """Tensors that are being sent, and must not be written in place until they have arrived."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]):
+        self._seen = [(name, tensor, tensor._version) for name, tensor in tensors.items()]
+
+    def check(self) -> None:
+        """Raise ValueError for a tensor that was written since."""
+        for name, tensor, version in self._seen:
+            if tensor._version != version:
+                raise ValueError(
+                    f"{name} was written in place while a call that sends it was in flight: "
+                    "get the result first, or give the call a clone()"
+                )
 
 
 def loads(skeleton: bytes | memoryview, buffers: Sequence[torch.Tensor]) -> Any:
-    """The value; its tensors are views of `buffers` (uint8)."""
-    return _Unpickler(io.BytesIO(skeleton), buffers).load()
+    """The value; its tensors and arrays are views of `buffers` (uint8)."""
+    return pickle.loads(skeleton, buffers=[memory_of(b.numpy()) for b in buffers])
+
+
+def dumps_whole(value: Any) -> bytes:
+    """A value in one piece, its tensors copied: for what is small."""
+    file = io.BytesIO()
+    _Pickler(file, 5).dump(value)
+    return file.getvalue()
+
+
+def loads_whole(data: bytes | memoryview) -> Any:
+    """The inverse of `dumps_whole`."""
+    return pickle.loads(data)
+
+
+def owned(data: bytes | memoryview) -> torch.Tensor:
+    """A copy of bytes as uint8 (nbytes,)."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if len(data) else _EMPTY
+
+
+_EMPTY = torch.empty(0, dtype=torch.uint8)
 
 
 def find_unpicklable(value: Any, path: str) -> str:
@@ -124,12 +172,13 @@ def find_unpicklable(value: Any, path: str) -> str:
     elif hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):
         parts = [(f"{path}.{k}", v) for k, v in vars(value).items()]
     for name, part in parts:
-        if not _picklable(part):
+        if not is_picklable(part):
             return find_unpicklable(part, name)
     return f"{path} (a {type(value).__name__})"
 
 
-def _picklable(value: Any) -> bool:
+def is_picklable(value: Any) -> bool:
+    """Whether the value can be sent."""
     try:
         dumps(value)
     except (pickle.PicklingError, TypeError, AttributeError, ValueError, RecursionError):
@@ -155,11 +204,11 @@ class Column:
 
     @cached_property
     def row_bytes(self) -> int:
-        return int(np.prod(self.tail, dtype=np.int64)) * self.dtype.itemsize
+        return math.prod(self.tail) * self.dtype.itemsize
 
     @cached_property
     def token_bytes(self) -> int:
-        return int(np.prod(self.tail[1:], dtype=np.int64)) * self.dtype.itemsize
+        return math.prod(self.tail[1:]) * self.dtype.itemsize
 
 
 def tensors_of(data: DataProto) -> dict[str, torch.Tensor]:
@@ -168,9 +217,7 @@ def tensors_of(data: DataProto) -> dict[str, torch.Tensor]:
     return found
 
 
-def columns_of(
-    tensors: Mapping[str, torch.Tensor], lengths: np.ndarray[Any, Any] | None
-) -> list[Column]:
+def columns_of(tensors: Mapping[str, torch.Tensor], lengths: Array | None) -> list[Column]:
     """The schema of the columns; which of them are packed follows from `lengths` (B,)."""
     width, short = _packable(tensors, lengths)
     columns = []
@@ -186,9 +233,7 @@ def columns_of(
     return columns
 
 
-def _packable(
-    tensors: Mapping[str, torch.Tensor], lengths: np.ndarray[Any, Any] | None
-) -> tuple[int, int | None]:
+def _packable(tensors: Mapping[str, torch.Tensor], lengths: Array | None) -> tuple[int, int | None]:
     """The width T of the token columns and a row that has padding, or None: don't pack."""
     wide = [t for n, t in tensors.items() if n in TOKEN_COLUMNS and t.dim() >= 2]
     if lengths is None or not wide or len(lengths) == 0 or len(lengths) != wide[0].shape[0]:
@@ -208,108 +253,106 @@ def _pad_of(tensor: torch.Tensor, short_row: int) -> float:
     return last[0].item() if last.numel() else 0
 
 
-def token_index(lengths: np.ndarray[Any, Any], rows: np.ndarray[Any, Any], width: int) -> Any:
-    """Positions (tokens,) of the real tokens of `rows` in a flat (B * width,) column; int64."""
-    count = lengths[rows]
-    starts = np.repeat(rows * width - (np.cumsum(count) - count), count)
-    return torch.from_numpy(starts + np.arange(int(count.sum())))
+def blank(column: Column, num_rows: int) -> torch.Tensor:
+    """Memory (num_rows, *tail) for a column. Where the padding is 0 it is memory that the system
+    gives as zeros, which costs nothing until it is touched: most padding never is."""
+    make = torch.zeros if column.packed and column.fill == 0 else torch.empty
+    return make((num_rows, *column.tail), dtype=column.dtype)
 
 
-def unpack(flat: torch.Tensor, lengths: torch.Tensor, column: Column, out: torch.Tensor) -> None:
-    """Write packed tokens (tokens, *tail[1:]) into `out` (b, T, ...), padding filled in."""
-    out.fill_(column.fill)
-    rows = np.arange(out.shape[0])
-    index = token_index(lengths.numpy(), rows, column.tail[0])
-    out.view(-1, *column.tail[1:]).index_copy_(0, index, flat)
+def unpack(
+    flat: torch.Tensor, lengths: torch.Tensor, column: Column, out: torch.Tensor, is_zero: bool
+) -> None:
+    """Write packed tokens, uint8 (nbytes,), into `out` (b, T, ...), and the padding, unless it is
+    0 and so is all of `out`. Row by row: an index of every token costs more than the copy."""
+    is_done = is_zero and column.fill == 0
+    padding = as_bytes(torch.full(column.tail, column.fill, dtype=column.dtype)).numpy()
+    source, start = flat.numpy(), 0
+    target = as_bytes(out).numpy().reshape(len(out), column.row_bytes)
+    for row, length in zip(target, lengths.tolist(), strict=True):
+        size = length * column.token_bytes
+        row[:size] = source[start : start + size]
+        start += size
+        if not is_done:
+            row[size:] = padding[size:]
 
 
 class Batch:
     """The columns of a DataProto that is to be sent, in shards. Holds views, copies nothing."""
 
-    def __init__(self, data: DataProto, default_lengths: np.ndarray[Any, Any] | None = None):
+    def __init__(self, data: DataProto, default_lengths: Array | None = None):
         self.tensors = tensors_of(data)
         lengths = self.tensors.get("lengths")
         self.lengths = default_lengths if lengths is None else lengths.numpy()
         self.columns = columns_of(self.tensors, self.lengths)
         self.objects = data.non_tensor_batch
-        self.versions = [t._version for t in self.tensors.values()]
         self.num_rows = len(data)
-        packing = any(c.packed for c in self.columns)
-        self._sums: np.ndarray[Any, Any] | None = None
-        if packing and self.lengths is not None:
+        self._each = list(self.tensors.values())
+        self.watch = Watch({f"column {name!r}": t for name, t in self.tensors.items()})
+        self._flat = [
+            as_bytes(t).numpy() if t.is_contiguous() and t.device.type == "cpu" else None
+            for t in self._each
+        ]
+        self._sums: Array | None = None
+        if self.lengths is not None and any(c.packed for c in self.columns):
             self._sums = np.append(0, np.cumsum(self.lengths))
 
-    def row_numbers(self, rows: Rows) -> np.ndarray[Any, Any]:
-        if isinstance(rows, slice):
-            return np.arange(*rows.indices(self.num_rows))
-        return np.asarray(rows, dtype=np.int64)
-
-    def size_of(self, rows: Rows) -> tuple[int, int]:
-        """(rows, tokens) of a shard; tokens 0 where nothing is packed."""
+    def nbytes(self, rows: Rows) -> tuple[int, list[int]]:
+        """The number of rows of a shard, and the bytes of each of its columns."""
+        tokens = 0
         if isinstance(rows, slice):
             start, stop, _ = rows.indices(self.num_rows)
-            tokens = 0 if self._sums is None else int(self._sums[stop] - self._sums[start])
-            return stop - start, tokens
-        if self._sums is None or self.lengths is None:
-            return len(rows), 0
-        return len(rows), int(self.lengths[np.asarray(rows, dtype=np.int64)].sum())
+            count = stop - start
+            if self._sums is not None:
+                tokens = int(self._sums[stop] - self._sums[start])
+        else:
+            count = len(rows)
+            if self._sums is not None:
+                tokens = int(np.diff(self._sums)[list(rows)].sum())
+        return count, [
+            tokens * c.token_bytes if c.packed else count * c.row_bytes for c in self.columns
+        ]
 
-    def nbytes(self, rows: Rows) -> list[int]:
-        """Bytes of each column of a shard."""
-        count, tokens = self.size_of(rows)
-        return [tokens * c.token_bytes if c.packed else count * c.row_bytes for c in self.columns]
-
-    def take(self, rows: Rows) -> Callable[[int], torch.Tensor]:
-        """A function that gives the bytes of column i of a shard; the index is made once."""
-        cache: dict[str, Any] = {}
-
-        def column_bytes(i: int) -> torch.Tensor:
-            column = self.columns[i]
-            tensor = self.tensors[column.name]
-            if tensor._version != self.versions[i]:
-                raise ValueError(
-                    f"column {column.name!r} was written in place while a call that sends it "
-                    "was in flight: get the result first, or give the call a clone()"
-                )
-            if column.packed:
-                if "tokens" not in cache:
-                    assert self.lengths is not None
-                    numbers = self.row_numbers(rows)
-                    cache["tokens"] = token_index(self.lengths, numbers, column.tail[0])
-                flat = tensor.reshape(-1, *column.tail[1:])
-                return as_bytes(flat.index_select(0, cache["tokens"]))
-            if isinstance(rows, slice):
-                return as_bytes(tensor[rows])
-            if "rows" not in cache:
-                cache["rows"] = torch.from_numpy(self.row_numbers(rows))
-            return as_bytes(tensor.index_select(0, cache["rows"]))
-
-        return column_bytes
+    def is_copied(self, i: int, rows: Rows) -> bool:
+        """Whether the bytes of column i of a shard need memory of their own."""
+        return self.columns[i].packed or self._flat[i] is None or not isinstance(rows, slice)
 
     def copies(self, rows: Rows) -> bool:
         """Whether sending a shard needs memory of its own."""
-        return not isinstance(rows, slice) or any(c.packed for c in self.columns)
+        return any([self.is_copied(i, rows) for i in range(len(self.columns))])
+
+    def piece(self, i: int, rows: Rows) -> Array:
+        """The bytes of column i of a shard, uint8 (nbytes,)."""
+        column, tensor, flat = self.columns[i], self._each[i], self._flat[i]
+        index = rows if isinstance(rows, slice) else list(rows)
+        numbers: Any = range(*rows.indices(self.num_rows)) if isinstance(rows, slice) else index
+        lengths = self.lengths[index].tolist() if column.packed and self.lengths is not None else []
+        if flat is None:  # it lies in pieces, or on a device: bring the shard
+            taken = tensor[index]
+            flat, numbers = as_bytes(taken).numpy(), range(len(taken))
+        if column.packed:
+            return _pack(flat.reshape(-1, column.row_bytes), numbers, lengths, column.token_bytes)
+        if isinstance(numbers, range):
+            return flat[numbers.start * column.row_bytes : numbers.stop * column.row_bytes]
+        picked: Array = flat.reshape(-1, column.row_bytes)[numbers]
+        return picked.reshape(-1)
 
     def object_bytes(self, rows: Rows) -> bytes:
         """The object columns of a shard, pickled; empty if there are none."""
         if not self.objects:
             return b""
         index = rows if isinstance(rows, slice) else list(rows)
-        skeleton, buffers = dumps({k: v[index] for k, v in self.objects.items()})
-        return pickle.dumps((skeleton, [bytes(as_bytes(b).numpy()) for b in buffers]), 5)
+        return dumps_whole({k: v[index] for k, v in self.objects.items()})
 
 
-def load_objects(data: bytes | memoryview) -> dict[str, np.ndarray[Any, Any]]:
-    """The inverse of `Batch.object_bytes`."""
-    if not len(data):
-        return {}
-    skeleton, raw = pickle.loads(data)
-    buffers = [torch.frombuffer(bytearray(b), dtype=torch.uint8) if b else _EMPTY for b in raw]
-    objects: dict[str, np.ndarray[Any, Any]] = loads(skeleton, buffers)
-    return objects
-
-
-_EMPTY = torch.empty(0, dtype=torch.uint8)
+def _pack(grid: Array, numbers: Sequence[int], lengths: Sequence[int], token_bytes: int) -> Array:
+    """The first `lengths` tokens of the rows `numbers` of grid (B, T * token_bytes), in a row."""
+    out, start = np.empty(sum(lengths) * token_bytes, dtype=np.uint8), 0
+    for number, length in zip(numbers, lengths, strict=True):
+        size = length * token_bytes
+        out[start : start + size] = grid[number, :size]
+        start += size
+    return out
 
 
 def rebuild_tensors(
@@ -326,10 +369,7 @@ def rebuild_tensors(
     lengths = tensors.get("lengths", default_lengths)
     for column, flat in zip(columns, buffers, strict=True):
         if column.packed:
-            assert lengths is not None
-            out = torch.empty((num_rows, *column.tail), dtype=column.dtype)
-            tokens = flat.numel() // max(column.token_bytes, 1)
-            typed = from_bytes(flat, column.dtype, (tokens, *column.tail[1:]))
-            unpack(typed, lengths, column, out)
-            tensors[column.name] = out
+            assert lengths is not None, "a packed column came without lengths"
+            out = tensors[column.name] = blank(column, num_rows)
+            unpack(flat, lengths, column, out, is_zero=True)
     return {c.name: tensors[c.name] for c in columns}

@@ -12,7 +12,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from roll_td.config.base import BaseConfig, WorkerConfig
-from roll_td.distributed.topology import RankInfo, Topology, data_parallel, rank_infos
+from roll_td.config.classes import import_object
+from roll_td.distributed.topology import RankInfo, Topology, apart, data_parallel, rank_infos
 from roll_td.runtime.dispatch import Dispatch, register
 
 MeshSpec = tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]]
@@ -115,13 +116,12 @@ class Worker:
 
     @classmethod
     def topology(cls, worker_config: WorkerConfig) -> Topology:
-        """How the workers of a role are split. Pure: it is asked before they exist."""
-        if worker_config.world_size is None:
-            raise ValueError(
-                f"role {worker_config.name} has no world_size; "
-                "set device_mapping for a role on devices, world_size for one on CPUs"
-            )
-        return data_parallel(worker_config.world_size)
+        """How the workers of a role are split: as its strategy says, each for itself without one.
+        Pure: it is asked before they exist."""
+        if worker_config.strategy_args is None:
+            return apart(worker_config)
+        topology: Topology = import_object(worker_config.strategy_args.row.topology)(worker_config)
+        return topology
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def initialize(self, pipeline_config: BaseConfig) -> None:

@@ -152,7 +152,7 @@ class BenchPipeline(BasePipeline):
     def bare(self, data: dict[str, torch.Tensor]) -> float:
         group = current_driver().transport.group(self.a._data_group)
         rows, width = data["input_ids"].shape
-        refs = self.a.peer(self.a._data_group, rows // RANKS, width, blocking=False)
+        refs = self.a.peer(self.a._data_group.ranks, rows // RANKS, width, blocking=False)
         for peer in range(1, RANKS + 1):
             dist.recv(torch.empty(1), group=group, group_src=peer, tag=TAG + 1)
         began = time.perf_counter()

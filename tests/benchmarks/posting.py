@@ -11,7 +11,7 @@ from roll_td import Cluster, DataProto, WorkerConfig
 from roll_td.placement import world_layout
 from roll_td.runtime.cluster import ResourceManager
 from roll_td.runtime.driver import Driver
-from roll_td.runtime.job import RankPlace
+from roll_td.runtime.rendezvous import RankPlace
 
 
 class Counting:
@@ -32,7 +32,7 @@ def post(ranks: int, empty: bool) -> float:
     places = [(rank // 8, rank % 8) for rank in range(ranks)] + [(0, 8)]
     layout = world_layout(places, ranks // 8, 8)
     counting = Counting(layout.driver_rank)
-    where = [RankPlace(n, r, f"node{n}", None, 0) for n, r in places]
+    where = [RankPlace(n, r, f"node{n}", "127.0.0.1", None, 0) for n, r in places]
     Driver(layout, counting, counting, print, where).install()
     config = WorkerConfig(name="a", device_mapping=list(range(ranks)), world_size=ranks)
     cls = "dispatch.BenchWorker"

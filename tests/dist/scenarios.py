@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -71,24 +73,6 @@ class EchoWorker(Worker):
     def nap(self, seconds):
         time.sleep(seconds)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def fail_on(self, rank, how):
-        if self.rank == rank:
-            if how == "raise":
-                raise ValueError("seven is not a vegetable")
-            if how == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            if how == "exit":
-                raise SystemExit(3)
-            if how == "lock":
-                return {"fine": 1, "bad": threading.Lock()}
-        dist.all_reduce(torch.ones(1), group=self.groups["world"])
-        return None
-
-    @register(dispatch_mode=Dispatch.DP_MP_COMPUTE)
-    def uneven(self, data):
-        return DataProto({"a" if self.rank else "b": torch.zeros(len(data), 2)})
-
     @register_request
     def hello(self, name):
         return f"{name} from {self.rank}"
@@ -108,7 +92,6 @@ class TPWorker(EchoWorker):
 class TwoRoles(BaseConfig):
     a: WorkerConfig = field(default_factory=WorkerConfig)
     b: WorkerConfig = field(default_factory=WorkerConfig)
-    how: str = "raise"
 
 
 def batch(rows: int) -> DataProto:
@@ -122,8 +105,9 @@ def batch(rows: int) -> DataProto:
 class Base(BasePipeline):
     def __init__(self, pipeline_config: TwoRoles):
         super().__init__(pipeline_config)
+        configs = {"a": pipeline_config.a, "b": pipeline_config.b}
         made = self.create_clusters_parallel(
-            [(n, n, getattr(pipeline_config, n).worker_cls, getattr(pipeline_config, n)) for n in "ab"]
+            [(name, name, config.worker_cls, config) for name, config in configs.items()]
         )
         self.a, self.b = made["a"], made["b"]
         self.a.initialize(pipeline_config)
@@ -203,30 +187,6 @@ class Everything(Base):
         return driver.sending.bytes_sent + driver.hub.bytes_sent
 
 
-class Fails(Base):
-    """Ends by the failure that `how` names."""
-
-    def run(self):
-        how = self.pipeline_config.how
-        print("READY", flush=True)
-        if how == "driver":
-            raise KeyError("no such vegetable")
-        if how == "driver_kill":
-            self.a.nap(30, blocking=False)
-            os.kill(os.getpid(), signal.SIGKILL)
-        if how == "nap":
-            self.a.nap(30)
-        if how == "uneven":
-            self.a.uneven(batch(4))
-        if how == "missing":
-            self.a.dubble(batch(4))
-        if how == "argument":
-            self.a.total({"ok": 1, "lock": threading.Lock()})
-        self.b.nap(30, blocking=False)
-        self.a.fail_on(1, how)
-        print("A CALL RETURNED", flush=True)
-
-
 class StepWorker(EchoWorker):
     """A role whose ranks step together: the Cluster plans for it."""
 
@@ -264,3 +224,43 @@ class Planned(Base):
         self.b.draw()
         assert torch.equal(torch.cat([start, torch.rand(1)]), first)
         print("PLANNED", flush=True)
+
+
+class HousekeepingWorker(EchoWorker):
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def usage(self):
+        return usage()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def end_a_child(self):
+        """Fork, and end the child by SIGTERM: how it ended."""
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        child.start()
+        child.terminate()
+        child.join(5)
+        return child.exitcode
+
+
+def usage() -> tuple[float, int, int]:
+    """This process: MB of its own memory that are resident, open files, threads."""
+    pages = [int(n) for n in Path("/proc/self/statm").read_text().split()]
+    own = (pages[1] - pages[2]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+    return own, len(os.listdir("/proc/self/fd")), threading.active_count()
+
+
+class Housekeeping(Base):
+    """A long run holds on to nothing, and a child of a rank can be ended without the rank."""
+
+    def run(self):
+        assert self.a.end_a_child() == [-signal.SIGTERM] * 2
+        data = DataProto({"x": torch.rand(64, 8192)})  # 2 MB
+        samples = {}
+        for step in self.steps(200):
+            self.log(self.a.double(data).meta_info["metrics"])
+            list(self.a.stream(3))
+            if step in (10, 199):
+                samples[step] = [usage(), *self.a.usage()]
+        for before, after in zip(samples[10], samples[199], strict=True):
+            assert after[0] - before[0] < 189 * 1.0, (before, after)  # a leak: 2 MB a step
+            assert after[1] == before[1] and after[2] <= before[2] + 1, (before, after)
+        print("HOUSE KEPT", samples, flush=True)

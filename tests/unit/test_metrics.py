@@ -74,6 +74,9 @@ def test_a_value_that_is_no_number_is_an_error_naming_the_key(value: object) -> 
 def test_a_negative_count_is_an_error() -> None:
     with pytest.raises(ValueError, match="count -1"):
         Mean(1.0, -1)
+    for count in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="a count is 0 or more"):
+            Mean(1.0, count)
 
 
 def test_pickle_and_copy_keep_type_and_count() -> None:

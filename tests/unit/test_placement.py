@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from roll_td.config.base import WorkerConfig
@@ -91,10 +93,26 @@ def test_c02_table_shows_logical_and_physical_devices() -> None:
 
 def test_c04_a_worker_owns_all_its_devices() -> None:
     layout = _layout(2, 4, 1)
-    role = WorkerConfig(device_mapping=[2, 3, 7, 0], num_gpus_per_worker=2)
+    role = WorkerConfig(device_mapping=[2, 3, 7, 4], num_gpus_per_worker=2)
     seats = place("engine", role, layout).seats
-    assert [seat.devices for seat in seats] == [(2, 3), (7, 0)]
-    assert [seat.ranks for seat in seats] == [(2, 3), (8, 0)]
+    assert [seat.devices for seat in seats] == [(2, 3), (7, 4)]
+    assert [seat.ranks for seat in seats] == [(2, 3), (8, 5)]
+
+
+def test_a_worker_does_not_span_nodes() -> None:
+    role = WorkerConfig(device_mapping=[2, 3, 7, 0], num_gpus_per_worker=2)
+    with pytest.raises(ValueError, match=r"worker 1 of x has the devices \[7, 0\] of the nodes"):
+        place("x", role, _layout(2, 4, 1))
+
+
+def test_a_world_of_10_000_devices_is_placed_at_once() -> None:
+    layout = _layout(1250, 8, 1)
+    began = time.perf_counter()
+    train = place("train", WorkerConfig(device_mapping="0-9999", num_gpus_per_worker=8), layout)
+    cpus = place("env", WorkerConfig(world_size=1249), layout)
+    assert time.perf_counter() - began < 1
+    assert train.seats[-1].ranks == tuple(range(11241, 11249)) and cpus.warnings == ()
+    assert len({seat.ranks for seat in cpus.seats}) == 1249
 
 
 def test_shared_devices_show_in_the_table() -> None:

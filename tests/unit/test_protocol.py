@@ -268,7 +268,7 @@ def test_iter_batches_covers_every_row_once_an_epoch() -> None:
     assert epochs == [b["i"].tolist() for b in data.iter_batches(3, epochs=2, seed=0)]
     assert epochs != [b["i"].tolist() for b in data.iter_batches(3, epochs=2, seed=1)]
     assert [b["s"].tolist() for b in data.iter_batches(3)] == [list("abc"), list("def"), ["g"]]
-    with pytest.raises(ValueError, match="size 0"):
+    with pytest.raises(ValueError, match="size is 0"):
         data.iter_batches(0)
 
 

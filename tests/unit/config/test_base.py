@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -37,6 +39,28 @@ def test_worker_config_tells_all_problems() -> None:
         WorkerConfig(device_mapping=[0, 0], num_gpus_per_worker=0, timeout_s=-1.0, world_size=0)
     keys = [line.partition("=")[0] for line in str(caught.value).splitlines()]
     assert keys == ["num_gpus_per_worker", "timeout_s", "world_size", "device_mapping"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"world_size": 1.5}, "world_size=1.5: must be a whole number of at least 1"),
+        ({"world_size": True}, "world_size=True: must be a whole number"),
+        ({"world_size": "2"}, "world_size='2': must be a whole number"),
+        ({"num_gpus_per_worker": None}, "num_gpus_per_worker=None: must be a whole number"),
+        ({"world_size": 2, "num_gpus_per_worker": 2}, "num_gpus_per_worker=2: needs a device_map"),
+        ({"timeout_s": float("nan")}, "timeout_s=nan: must be above 0 and at most 3153600000"),
+        ({"timeout_s": float("inf")}, "timeout_s=inf: must be above 0 and at most"),
+        ({"timeout_s": None}, "timeout_s=None: must be above 0"),
+        ({"device_mapping": [0, -1]}, "device -1 is negative"),
+        ({"device_mapping": {0}}, "is not a set of device numbers; write a list"),
+    ],
+)
+def test_a_role_made_in_python_is_checked_as_one_from_a_file(
+    given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        WorkerConfig(**given)
 
 
 def test_names_and_sizes_are_derived() -> None:

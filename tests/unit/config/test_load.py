@@ -119,15 +119,108 @@ def test_single_problems(workdir: Path, text: str, message: str) -> None:
         ("learning_rat=1", "did you mean learning_rate?"),
         ("+x.y=1", "x: is not a key at the top level"),
         ("+student.seed=1", "the right key is seed"),
-        ("student.learning_rate=1", "the right key is learning_rate"),
+        ("student.learning_rate=1", "the right key is student.training.learning_rate"),
         ("seed=1,2", "is several values; write a list as seed=[…]"),
         ("student.device_mapping=list(range(0,2))", "Hydra can't read this override"),
         ("~nothing", "nothing"),
+        ("=1", "Hydra can't read this override"),
+        ("seed", "Hydra can't read this override"),
+        ("a..b=1", "Hydra can't read this override"),
+        ("exp_name=1", "exp_name=1: must be str or null, is int; write it in quotes"),
+        ("exp_name=a=b", "write key=value or 'key=\"value\"'"),
+        ("tracker.url=null", "tracker.url=None: must be str, is null"),
+        ("use_cls_token=1", "use_cls_token=1: must be bool, is int"),
+        ("learning_rate=fast", "learning_rate='fast': must be float, is str"),
+        ("seed=1.0", "seed=1.0: must be int, is float"),
+        ("student.device_mapping=1.5", "device_mapping=1.5: must be list[int] or str or int"),
+        ("student.device_mapping=[]", "student.device_mapping=[]: names no device"),
+        ("student.device_mapping=0-3,6", "is several values"),
+        ("student.timeout_s=inf", "student.timeout_s=inf: must be above 0 and at most"),
+        ("student.timeout_s=nan", "student.timeout_s=nan: must be above 0"),
+        ("rewards.math=3", "rewards.math=3: must be a section of WorkerConfig fields, is int"),
+        ("rewards.math.optim.lr=1", "rewards.math.optim: is not a key of section rewards.math"),
+        ("num_gpus_per_node=-1", "must be a whole number of at least 0"),
     ],
 )
 def test_c06_wrong_overrides(workdir: Path, override: str, message: str) -> None:
     (error,) = _errors(workdir, MINE, override)
     assert message in error
+
+
+@pytest.mark.parametrize(
+    ("override", "devices"),
+    [
+        ("[0,1]", [0, 1]),
+        ("0-3", [0, 1, 2, 3]),
+        ("'0-1,3'", [0, 1, 3]),
+        ("3", [3]),
+        ("'list(range(2,0,-1))'", [2, 1]),
+        ("null", None),
+    ],
+)
+def test_device_mapping_on_the_command_line(
+    workdir: Path, override: str, devices: list[int] | None
+) -> None:
+    config = _load(workdir, MINE, f"student.device_mapping={override}")
+    assert config.student.device_mapping == devices
+
+
+@pytest.mark.parametrize(
+    ("override", "name"),
+    [
+        ("'a b'", "a b"),
+        ('"it\'s"', "it's"),
+        ("", ""),
+        ("'1'", "1"),
+        ("'日本'", "日本"),
+        ("a:b", "a:b"),
+        ("'a=b,c'", "a=b,c"),
+        ("null", "exp"),
+    ],
+)
+def test_text_on_the_command_line(workdir: Path, override: str, name: str) -> None:
+    assert _load(workdir, MINE, f"exp_name={override}").exp_name == name
+
+
+def test_c06_unknown_keys_at_every_level(workdir: Path) -> None:  # C06
+    text = MINE + (
+        "w: 1\nstudent: {world_sise: 1}\ntracker: {api_kye: x}\n"
+        "rewards: {a: {world_size: 1, nme: x}, b: {tmeout_s: 1}}\n1: 2"
+    )
+    assert {line.partition(":")[0] for line in _errors(workdir, text)} == {
+        "w",
+        "student.world_sise",
+        "tracker.api_kye",
+        "rewards.a.nme",
+        "rewards.b.tmeout_s",
+        "1",
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("seed: 1\nseed: 2", "line 3: found duplicate key seed"),
+        ("student: {name: a, name: b}", "found duplicate key name"),
+        ("null: 3", "Incompatible key type"),
+        ("student: !!set {x}", "is not a supported primitive type"),
+        ("student: !!python/object:os.system {}", "could not determine a constructor"),
+        ("defaults: x", "defaults must be a list"),
+        ("seed:\n\t- 1", "line 3: found character"),
+        ("exp_name: no", "exp_name=False: must be str or null, is bool; write it in quotes"),
+    ],
+)
+def test_odd_files(workdir: Path, text: str, message: str) -> None:
+    (error,) = _errors(workdir, MINE + text)
+    assert message in error
+
+
+def test_a_file_that_is_no_utf_8(workdir: Path) -> None:
+    (workdir / "exp.yaml").write_bytes(MINE.encode() + b"exp_name: \xff")
+    with pytest.raises(ConfigError, match="not readable as UTF-8: invalid start byte"):
+        load(workdir / "exp.yaml")
+    (workdir / "bom.yaml").write_bytes(b"\xef\xbb\xbf" + MINE.encode())
+    assert load(workdir / "bom.yaml").exp_name == "bom"
 
 
 def test_missing_or_misnamed_file(workdir: Path) -> None:

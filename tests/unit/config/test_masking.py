@@ -8,7 +8,12 @@ from roll_td.config.masking import MASK, mask_urls, masked, shown
 
 
 @pytest.mark.parametrize(
-    "key", ["api_key", "WANDB_API_KEY", "wandb-api-key", "hf_token", "token", "password", "secret"]
+    "key",
+    [
+        *("api_key", "WANDB_API_KEY", "wandb-api-key", "hf_token", "token", "password", "secret"),
+        *("apiKey", "aws_secret_key", "access_key", "PRIVATE_KEY", "passwd", "passphrase"),
+        *("client_secret", "credentials", "Authorization"),
+    ],
 )
 def test_c11_secret_keys(key: str) -> None:
     assert masked({"a": [{key: "S3CRET"}]}) == {"a": [{key: MASK}]}
@@ -29,6 +34,10 @@ def test_c11_what_is_no_secret_keeps_its_value() -> None:
         "token": None,
         "ratio": 0.5,
         "keys": ("a", 1),
+        "access_key_id": "x",
+        "secretary": "x",
+        "eos_token_id": 3,
+        "stop_tokens": "x",
     }
     assert masked(data) == data | {"keys": ["a", 1]}
 
@@ -40,6 +49,9 @@ def test_c11_what_is_no_secret_keeps_its_value() -> None:
         ("see http://u:p@ss@h and http://h2/y", f"see http://{MASK}@h and http://h2/y"),
         ("https://h/x?a=1&api_key=S3CRET&b=2", f"https://h/x?a=1&api_key={MASK}&b=2"),
         ("ssh://git@host/x:y@z", "ssh://git@host/x:y@z"),
+        ("https://ghp_S3CRET@github.com/x", f"https://{MASK}@github.com/x"),
+        ("git+https://u:p@h and redis://:pw@h", f"git+https://{MASK}@h and redis://{MASK}@h"),
+        ("https://host/a@b", "https://host/a@b"),
     ],
 )
 def test_c11_urls(url: str, safe: str) -> None:

@@ -13,20 +13,20 @@ from roll_td.distributed.topology import Topology, data_parallel, rank_infos
 from roll_td.plan import StepPlan, default_plan, level, local
 from roll_td.protocol import DataProto
 from roll_td.runtime.dispatch import (
-    Delivery,
     Dispatch,
     Registered,
     answering,
     check_all_to_all,
     collect,
     collect_planned,
-    deliveries,
     is_pair,
     register,
     register_request,
     registered_methods,
     request_methods,
     row_cuts,
+    shard_receivers,
+    shard_rows,
     split_by_pair,
     spread,
 )
@@ -59,18 +59,27 @@ def planned() -> StepPlan:
     return level([[[3, 1], [0]], [[4, 2]], []], {"rows": 5.0})
 
 
-def rows_of(delivery: Delivery, num_rows: int) -> list[int]:
-    rows = delivery.rows
+def numbers_of(rows: Any, num_rows: int) -> list[int]:
     return list(range(num_rows))[rows] if isinstance(rows, slice) else list(rows)
 
 
-def received(found: tuple[Delivery, ...], num_rows: int) -> dict[int, list[int]]:
+def delivered(
+    mode: Dispatch, infos: Any, num_rows: int, plan: StepPlan | None = None
+) -> list[tuple[list[int], tuple[int, ...]]]:
+    """(row numbers, workers) of each shard, as a Cluster puts them together."""
+    receivers = shard_receivers(mode, infos)
+    rows = shard_rows(infos[0].dp_size, num_rows, plan)
+    rows += [slice(0, 0)] * (len(receivers) - len(rows))
+    return [(numbers_of(r, num_rows), to) for r, to in zip(rows, receivers, strict=True)]
+
+
+def received(found: list[tuple[list[int], tuple[int, ...]]]) -> dict[int, list[int]]:
     """The rows of each worker; fails where a worker receives twice."""
     rows: dict[int, list[int]] = {}
-    for delivery in found:
-        for rank in delivery.receivers:
+    for numbers, receivers in found:
+        for rank in receivers:
             assert rank not in rows
-            rows[rank] = rows_of(delivery, num_rows)
+            rows[rank] = numbers
     return rows
 
 
@@ -91,63 +100,49 @@ def test_dp_compute_delivers_each_row_once_to_a_dp_rank(
 ) -> None:
     infos = rank_infos(topology)
     plan = default_plan(NUM_ROWS, topology.dp, 2, {}) if with_plan else None
-    found = deliveries(Dispatch.DP_MP_COMPUTE, infos, NUM_ROWS, plan)
+    found = delivered(Dispatch.DP_MP_COMPUTE, infos, NUM_ROWS, plan)
     assert len(found) == topology.dp
-    assert [row for d in found for row in rows_of(d, NUM_ROWS)] == list(range(NUM_ROWS))
-    for dp_rank, delivery in enumerate(found):
-        assert [infos[rank].dp_rank for rank in delivery.receivers] == [dp_rank] * (
+    assert [row for rows, _ in found for row in rows] == list(range(NUM_ROWS))
+    for dp_rank, (_, receivers) in enumerate(found):
+        assert [infos[rank].dp_rank for rank in receivers] == [dp_rank] * (
             topology.world_size // topology.dp
         )
-        assert infos[delivery.receivers[0]].is_first
-    assert set(received(found, NUM_ROWS)) == set(range(topology.world_size))
+        assert infos[receivers[0]].is_first
+    assert set(received(found)) == set(range(topology.world_size))
 
 
 @every_layout
 def test_dispatch_first_gives_rows_to_first_workers_only(topology: Topology) -> None:
     infos = rank_infos(topology)
-    found = deliveries(Dispatch.DP_MP_DISPATCH_FIRST, infos, NUM_ROWS)
     cuts = row_cuts(NUM_ROWS, topology.dp)
     expected = {
         info.rank: list(range(*cuts[info.dp_rank])) if info.is_first else [] for info in infos
     }
-    assert received(found, NUM_ROWS) == expected
-
-
-@every_layout
-@pytest.mark.parametrize("mode", [Dispatch.ONE_TO_ALL, Dispatch.ONE_TO_ALL_ONE])
-def test_one_to_all_is_one_delivery_of_everything(topology: Topology, mode: Dispatch) -> None:
-    found = deliveries(mode, rank_infos(topology), NUM_ROWS)
-    assert found == (Delivery(slice(None), tuple(range(topology.world_size))),)
+    assert received(delivered(Dispatch.DP_MP_DISPATCH_FIRST, infos, NUM_ROWS)) == expected
 
 
 def test_a_plan_delivers_the_rows_fillers_need_too() -> None:
+    assert shard_rows(3, 5, planned()) == [(3, 1, 0), (4, 2), slice(0, 1)]
     infos = rank_infos(Topology(dp=3, tp=2))
-    assert deliveries(Dispatch.DP_MP_COMPUTE, infos, 5, planned()) == (
-        Delivery((3, 1, 0), (0, 1)),
-        Delivery((4, 2), (2, 3)),
-        Delivery(slice(0, 1), (4, 5)),
-    )
+    assert shard_receivers(Dispatch.DP_MP_COMPUTE, infos) == [(0, 1), (2, 3), (4, 5)]
 
 
-def test_more_dp_ranks_than_rows_leave_empty_deliveries() -> None:
-    found = deliveries(Dispatch.DP_MP_COMPUTE, rank_infos(data_parallel(3)), 1)
-    assert [rows_of(delivery, 1) for delivery in found] == [[0], [], []]
+def test_more_dp_ranks_than_rows_leave_empty_shards() -> None:
+    found = delivered(Dispatch.DP_MP_COMPUTE, rank_infos(data_parallel(3)), 1)
+    assert [rows for rows, _ in found] == [[0], [], []]
 
 
-def test_deliveries_refuse_what_does_not_fit() -> None:
-    infos = rank_infos(data_parallel(2))
-    with pytest.raises(ValueError, match=r"ALL_TO_ALL has an argument of its own.*spread\(\)"):
-        deliveries(Dispatch.ALL_TO_ALL, infos, 4)
+def test_a_plan_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="plan is for 3 dp ranks, the role has 2"):
-        deliveries(Dispatch.DP_MP_COMPUTE, infos, 5, planned())
+        shard_rows(2, 5, planned())
     with pytest.raises(ValueError, match="in no micro-batch"):
-        deliveries(Dispatch.DP_MP_COMPUTE, infos, 5, default_plan(4, 2, 1, {}))
+        shard_rows(2, 5, default_plan(4, 2, 1, {}))
 
 
 def test_a_thousand_ranks_are_planned_at_once() -> None:
     infos = rank_infos(Topology(dp=512, tp=2))
     start = time.perf_counter()
-    deliveries(Dispatch.DP_MP_COMPUTE, infos, 4096)
+    delivered(Dispatch.DP_MP_COMPUTE, infos, 4096)
     answering(Dispatch.DP_MP_COMPUTE, infos)
     assert time.perf_counter() - start < 0.5  # 2 ms on an idle core
 
@@ -188,7 +183,7 @@ def test_who_answers(topology: Topology) -> None:
 def test_what_went_out_comes_back_in_order(topology: Topology) -> None:
     mode, infos = Dispatch.DP_MP_COMPUTE, rank_infos(topology)
     data = batch(list(range(NUM_ROWS)))
-    rows = received(deliveries(mode, infos, NUM_ROWS), NUM_ROWS)
+    rows = received(delivered(mode, infos, NUM_ROWS))
     values = [data[rows[rank]] for rank in answering(mode, infos)]
     assert numbers(collect(mode, values)) == list(range(NUM_ROWS))
 
@@ -257,8 +252,8 @@ def test_any_levelled_plan_goes_out_and_comes_back(data: st.DataObject) -> None:
         [[[row] for row in reversed(range(num_rows)) if owners[row] == d] for d in range(dp_size)],
         {},
     )
-    found = deliveries(Dispatch.DP_MP_COMPUTE, rank_infos(data_parallel(dp_size)), num_rows, plan)
-    assert collect_planned([rows_of(d, num_rows) for d in found], plan) == list(range(num_rows))
+    shards = [numbers_of(rows, num_rows) for rows in shard_rows(dp_size, num_rows, plan)]
+    assert collect_planned(shards, plan) == list(range(num_rows))
 
 
 def test_planned_results_without_rows_are_metrics() -> None:

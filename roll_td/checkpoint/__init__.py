@@ -1,0 +1,1 @@
+"""Checkpoints of a run: whole or not counted, random states, copies elsewhere."""

@@ -1,0 +1,206 @@
+"""How the ranks of a job find each other, and agree that the job can start."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import secrets
+import socket
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from roll_td.config.base import BaseConfig
+from roll_td.distributed.world import World
+from roll_td.placement import WorldLayout, world_layout
+from roll_td.platform import physical_device
+from roll_td.runtime import control
+from roll_td.runtime.control import Connection, Hub
+from roll_td.runtime.failure import say, write_error_file
+
+JOIN_S = 300.0
+"""How long ranks wait for each other at the start: imports from a slow disk take minutes."""
+REFUSE_S = 30.0
+"""How long a rank that can't take part looks for the others, to tell them."""
+PART_S = 5.0
+"""How long rank 0 waits until all have heard that the job can't start."""
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Where one rank runs."""
+
+    node: int
+    local_rank: int
+    host: str
+    address: str
+    """Where other ranks reach its host."""
+    device: str | None
+    """The physical device of its local rank; None without a list of visible ones."""
+    pid: int
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """All ranks of the job, met."""
+
+    world: World
+    store: Any
+    places: list[RankPlace]
+    """By global rank."""
+    layout: WorldLayout
+
+
+def meet(world: World, config: BaseConfig) -> Meeting | None:
+    """Meet the other ranks; None if the job can't start, which rank 0 has then said.
+
+    It can't if the world doesn't fit the config, or a rank calls `refuse`. Raises RuntimeError
+    (torch's DistError) or TimeoutError if ranks don't come.
+    """
+    store = _store(world, JOIN_S)
+    address = _own_addresses(world, config.num_nodes)[0]
+    device = physical_device(world.local_rank)
+    host = socket.gethostname()
+    place = RankPlace(world.node, world.local_rank, host, address, device, os.getpid())
+    agreed = _agree(store, world, place, config)
+    if isinstance(agreed, str):
+        _part(store, world, agreed)
+        return None
+    return Meeting(world, store, agreed, _layout(agreed, config))
+
+
+def refuse(world: World, text: str) -> None:
+    """Tell the other ranks why this one can't take part; rank 0 says it, and the job is over."""
+    try:
+        store = _store(world, REFUSE_S)
+        agreed = _agree(store, world, text, None)
+        assert isinstance(agreed, str)
+        _part(store, world, agreed)
+    except RuntimeError:  # the others are not there
+        say(text)
+        write_error_file(text, full=True)
+
+
+def _store(world: World, timeout_s: float) -> Any:
+    hosts = world.rank == 0 and not world.agent_store
+    try:
+        tcp = dist.TCPStore(
+            world.master_addr,
+            world.master_port,
+            world.world_size,
+            is_master=hosts,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+        )
+    except dist.DistNetworkError as error:
+        if not (hosts and "EADDRINUSE" in str(error)):
+            raise
+        raise ValueError(
+            f"MASTER_PORT={world.master_port}: another program of this machine has this port; set "
+            "MASTER_PORT to a free one, the same on all ranks"
+        ) from error
+    return dist.PrefixStore(f"roll_td/{world.restart}", tcp)
+
+
+def _layout(places: list[RankPlace], config: BaseConfig) -> WorldLayout:
+    where = [(p.node, p.local_rank) for p in places]
+    return world_layout(where, config.num_nodes, config.num_gpus_per_node or 0)
+
+
+def _agree(
+    store: Any, world: World, mine: RankPlace | str, config: BaseConfig | None
+) -> list[RankPlace] | str:
+    """Everybody's place, or why the job can't start. Through rank 0: each reads one key, not one
+    of every rank."""
+    store.set(f"place/{world.rank}", pickle.dumps(mine))
+    if world.rank == 0:
+        agreed = mine if isinstance(mine, str) else _gather(store, world.world_size)
+        if isinstance(agreed, list) and config is not None:
+            try:
+                _layout(agreed, config)
+            except ValueError as error:
+                agreed = f"roll-td: {error}"
+        if isinstance(agreed, str):
+            say(agreed)
+        store.set("agreed", pickle.dumps(agreed))
+    agreed = pickle.loads(store.get("agreed"))
+    assert isinstance(agreed, (list, str))
+    return agreed
+
+
+def _gather(store: Any, world_size: int) -> list[RankPlace] | str:
+    """All places, or the first refusal."""
+    keys = [f"place/{rank}" for rank in range(world_size)]
+    try:
+        places = [pickle.loads(p) for p in store.multi_get(keys)]
+    except RuntimeError as error:
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        raise TimeoutError(
+            f"ranks {missing[:20]} of {world_size} did not come within {JOIN_S:.0f} s: see what "
+            "they have printed; a firewall between nodes does this too"
+        ) from error
+    return next((p for p in places if isinstance(p, str)), places)
+
+
+def _part(store: Any, world: World, text: str) -> None:
+    """Leave a job that can't start. A launcher ends all ranks once one has gone: nobody goes
+    before rank 0 has spoken, and rank 0, which may host the store, goes last."""
+    write_error_file(text, full=world.rank == 0)
+    with contextlib.suppress(RuntimeError):  # the store has gone
+        if world.rank != 0:
+            store.add("heard", 1)
+            return
+        deadline = time.monotonic() + PART_S
+        while store.add("heard", 0) < world.world_size - 1 and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+
+def join_collectives(meeting: Meeting) -> None:
+    """Make the default process group, of all ranks."""
+    dist.init_process_group(
+        "gloo",
+        store=meeting.store,
+        rank=meeting.world.rank,
+        world_size=meeting.world.world_size,
+        timeout=timedelta(seconds=JOIN_S),
+    )
+
+
+def open_channel(meeting: Meeting) -> tuple[Connection, socket.socket, Hub | None]:
+    """This rank's link and lifeline to the driver, and on the driver's rank the hub."""
+    world, layout = meeting.world, meeting.layout
+    server = None
+    if world.rank == layout.driver_rank:
+        server = control.listen()
+        token = secrets.token_hex(control.TOKEN_CHARS // 2)
+        addresses = _own_addresses(world, layout.num_nodes)
+        where = (addresses, server.getsockname()[1], token)
+        meeting.store.set("driver", pickle.dumps(where))
+    addresses, port, token = pickle.loads(meeting.store.get("driver"))
+    link, lifeline = control.connect(addresses, port, token, world.rank)
+    if server is None:
+        return link, lifeline, None
+    with server:
+        return link, lifeline, control.accept(server, token, world.world_size, JOIN_S)
+
+
+def _own_addresses(world: World, num_nodes: int) -> list[str]:
+    """Where other ranks may reach this one, best first."""
+    if num_nodes == 1:
+        return ["127.0.0.1", socket.gethostname()]
+    found = []
+    with contextlib.suppress(OSError):
+        info = socket.getaddrinfo(
+            world.master_addr, world.master_port or 9, type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(info[0], socket.SOCK_DGRAM) as probe:
+            probe.connect(info[4])  # sends nothing; picks the interface
+            found.append(str(probe.getsockname()[0]))
+    found.append(socket.gethostname())
+    with contextlib.suppress(OSError):
+        found.append(socket.gethostbyname(socket.gethostname()))
+    return [*dict.fromkeys(a for a in found if not a.startswith("127.")), "127.0.0.1"]

@@ -1,0 +1,1 @@
+"""Backends of models: training, log-probs and generation behind two interfaces."""
