@@ -10,17 +10,10 @@ import numpy as np
 import torch
 
 from roll_td.protocol import TOKEN_COLUMNS, DataProto
+from roll_td.runtime.batches import Batch
 from roll_td.runtime.parcel import places_of
 from roll_td.runtime.transport import Group, Transport, Work
-from roll_td.runtime.wire import (
-    Batch,
-    Place,
-    dumps,
-    dumps_whole,
-    find_unpicklable,
-    memory_of,
-    tensors_of,
-)
+from roll_td.runtime.wire import Place, dumps, dumps_whole, find_unpicklable, memory_of, tensors_of
 
 Lengths = np.ndarray[Any, Any]
 T = TypeVar("T")

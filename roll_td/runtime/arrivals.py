@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from roll_td.protocol import DataProto
+from roll_td.runtime.batches import rebuild_tensors
 from roll_td.runtime.control import Frame, Kind, Sender
 from roll_td.runtime.parcel import Parcel, Share, Slot
 from roll_td.runtime.transport import Group, Transport, Work
-from roll_td.runtime.wire import Place, loads, loads_whole, memory_of, owned, rebuild_tensors
+from roll_td.runtime.wire import Place, loads, loads_whole, memory_of, owned, table
 
 
 class Command:
@@ -93,27 +94,31 @@ class Arrivals:
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any], list[DataProto]]:
         """args, kwargs, and the DataProtos among them that came as parcels."""
-        slots: dict[int, DataProto] = {}
+        slots: dict[int, tuple[Parcel, Share, list[torch.Tensor]]] = {}
+        batches: list[DataProto] = []
         args: tuple[Any, ...] = ()
         kwargs: dict[str, Any] = {}
         for parcel, share, buffers in zip(self.parcels, self.shares, self.buffers, strict=True):
             if parcel.slot is not None:
-                slots[parcel.slot] = _batch(parcel, share, buffers)
+                slots[parcel.slot] = parcel, share, buffers
             else:
                 skeleton = parcel.rest or memory_of(buffers.pop().numpy())
                 args, kwargs = loads(skeleton, buffers)
 
         def fill(value: Any) -> Any:
-            return slots[value.index] if isinstance(value, Slot) else value
+            if not isinstance(value, Slot):
+                return value
+            batches.append(_batch(*slots[value.index]))  # given twice: it comes once, and is two
+            return batches[-1]
 
-        filled = tuple(fill(a) for a in args), {k: fill(v) for k, v in kwargs.items()}
-        return *filled, [slots[i] for i in sorted(slots)]
+        return tuple(fill(a) for a in args), {k: fill(v) for k, v in kwargs.items()}, batches
 
 
 def _batch(parcel: Parcel, share: Share, buffers: list[torch.Tensor]) -> DataProto:
     count = len(parcel.columns)
     tensors = rebuild_tensors(parcel.columns, buffers[:count], share.num_rows)
     objects = loads_whole(memory_of(buffers[count].numpy())) if len(buffers) > count else {}
-    data: Any = DataProto(tensors or None, objects, pickle.loads(parcel.rest))
+    batch = table(tensors, objects, share.num_rows)
+    data: Any = DataProto(batch, objects, pickle.loads(parcel.rest))
     data.plan = share.plan
     return data  # type: ignore[no-any-return]

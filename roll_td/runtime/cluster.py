@@ -19,20 +19,14 @@ from roll_td.placement import RolePlacement, place
 from roll_td.plan import StepPlan, default_plan, local
 from roll_td.protocol import DataProto
 from roll_td.runtime import dispatch
+from roll_td.runtime.batches import Batch
 from roll_td.runtime.dispatch import DP_MODES, Dispatch, Registered
 from roll_td.runtime.driver import Call, Driver, current_driver
 from roll_td.runtime.outgoing import Outgoing, Way, batch_share, strip_metrics, value_share
 from roll_td.runtime.parcel import Parcel, Slot
 from roll_td.runtime.refs import Refs, Reply, Stream
 from roll_td.runtime.transport import Group, Ranks
-from roll_td.runtime.wire import (
-    INLINE_BYTES,
-    Batch,
-    dumps,
-    dumps_whole,
-    find_unpicklable,
-    is_picklable,
-)
+from roll_td.runtime.wire import INLINE_BYTES, dumps, dumps_whole, find_unpicklable, is_picklable
 
 
 class ResourceManager:
@@ -254,10 +248,11 @@ class Cluster:
         found: list[DataProto] = []
 
         def slot(value: Any) -> Any:
-            if isinstance(value, DataProto):
+            if not isinstance(value, DataProto):
+                return value
+            if not any(value is data for data in found):
                 found.append(value)
-                return Slot(len(found) - 1)
-            return value
+            return Slot(next(i for i, data in enumerate(found) if data is value))
 
         if mode in DP_MODES:
             args, kwargs = tuple(map(slot, args)), {k: slot(v) for k, v in kwargs.items()}

@@ -5,7 +5,7 @@ The end of file of a connection is the sign of death, whether the rank is idle o
 rank connects, the driver's own too, so that there is one code path.
 
 Beside it each rank has a lifeline to the driver, a connection that carries nothing. Nothing is
-ever unacknowledged on it, so its keepalive tells within 11 s that the other machine can't be
+ever unacknowledged on it, so its keepalive tells within 8 s that the other machine can't be
 reached, however full the channel is; TCP_USER_TIMEOUT on the channel itself would take a rank
 that is stopped for 10 s, its receive buffer full, for a lost one. And when it ends, the kernel
 ends a process that can't do so itself (process.end_with).
@@ -216,9 +216,9 @@ def _greet(sock: socket.socket, token: str) -> tuple[int, int] | None:
 def _kept_alive(lifeline: socket.socket) -> socket.socket:
     lifeline.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
-        (socket.TCP_KEEPIDLE, 5),
-        (socket.TCP_KEEPINTVL, 2),
-        (socket.TCP_KEEPCNT, 3),
+        (socket.TCP_KEEPIDLE, 4),
+        (socket.TCP_KEEPINTVL, 1),
+        (socket.TCP_KEEPCNT, 4),
     ):
         lifeline.setsockopt(socket.IPPROTO_TCP, option, value)
     return lifeline

@@ -294,16 +294,11 @@ def register(
         )
 
     def mark(method: _Method) -> _Method:
-        _check_method("@register", method, _REQUEST)
+        _check_method("@register", method, _REQUEST, {"blocking"})
         if inspect.isgeneratorfunction(method):
             raise ValueError(
                 f"@register: {method.__qualname__} is a generator, so its results would be made "
                 "after the command has ended; return a list, or stream with @register_request"
-            )
-        if "blocking" in inspect.signature(method).parameters:
-            raise ValueError(
-                f"@register: {method.__qualname__} has a parameter 'blocking', which every "
-                "Cluster method already takes; give yours another name"
             )
         setattr(method, _REGISTERED, Registered(dispatch_mode, clear_cache, prefetch))
         return method
@@ -314,9 +309,10 @@ def register(
 def register_request(method: _Method) -> _Method:
     """Mark a Worker method as a request: called on one worker, beside the commands.
 
-    A generator streams its results. Raises ValueError for a method that is async or a command.
+    A generator streams its results. Raises ValueError for a method that is async, a command,
+    or has a parameter `blocking` or `worker`.
     """
-    _check_method("@register_request", method, _REGISTERED)
+    _check_method("@register_request", method, _REGISTERED, {"blocking", "worker"})
     setattr(method, _REQUEST, True)
     return method
 
@@ -334,7 +330,7 @@ def request_methods(cls: type) -> set[str]:
     return set(_marked(cls, _REQUEST, "@register_request"))
 
 
-def _check_method(decorator: str, method: object, other_mark: str) -> None:
+def _check_method(decorator: str, method: object, other_mark: str, taken: set[str]) -> None:
     if not inspect.isfunction(method):
         raise ValueError(
             f"{decorator}: {method!r:.80} is a {type(method).__name__}; it marks a plain method, "
@@ -344,6 +340,11 @@ def _check_method(decorator: str, method: object, other_mark: str) -> None:
         raise ValueError(
             f"{decorator}: {method.__qualname__} is async, and nobody awaits its result; "
             "make it a plain method, with asyncio.run inside if need be"
+        )
+    if own := taken & inspect.signature(method).parameters.keys():
+        raise ValueError(
+            f"{decorator}: {method.__qualname__} has a parameter {min(own)!r}, which the Cluster's "
+            "method already takes; give yours another name"
         )
     if hasattr(method, other_mark):
         raise ValueError(

@@ -12,6 +12,7 @@ import pickle
 import queue
 import threading
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ from roll_td.runtime.outgoing import Key, Outgoing, Sending
 from roll_td.runtime.parcel import Share
 from roll_td.runtime.trace import TraceWriter
 from roll_td.runtime.transport import Group, Ranks, Transport, Work
-from roll_td.runtime.wire import loads_whole
+from roll_td.runtime.wire import Watch, loads_whole
 
 _current: Driver | None = None
 
@@ -50,6 +51,7 @@ class Call:
         self.join = False
         self.sent_at_once: list[Key] = []
         self.sent_from: list[int] = []
+        self.watches: list[Watch] = []
         self.answers: dict[int, Answer] = {}
         self.landing: Landing | None = None
         self.done = threading.Event()
@@ -72,7 +74,7 @@ class Driver:
         self.layout, self.hub, self.transport = layout, hub, transport
         self.fail, self.places, self.seed = fail, places, seed
         self.transfer_timeout_s = transfer_timeout_s
-        self.step = 0
+        self._step = 0
         self.trace: TraceWriter | None = None
         self.failed: Cause | None = None
         self.pickled = 0
@@ -83,8 +85,11 @@ class Driver:
         self._calls: dict[int, Call] = {}
         self._gangs: dict[tuple[int, int, int], tuple[Ranks, set[int]]] = {}
         # (command, parcel, member) -> the gang and who has come; all members share one entry
-        self._replies: dict[int, queue.SimpleQueue[Any]] = {}
-        self._counts: defaultdict[tuple[str, str, int], int] = defaultdict(int)
+        # held by those who read them: a stream that is dropped is forgotten
+        self._replies: weakref.WeakValueDictionary[int, queue.SimpleQueue[Any]] = (
+            weakref.WeakValueDictionary()
+        )
+        self._counts: defaultdict[tuple[str, str], int] = defaultdict(int)
         self._running: dict[int, dict[int, Call]] = defaultdict(dict)
         self._ended = False
         self._landings: queue.SimpleQueue[tuple[Call, list[Work]] | None] = queue.SimpleQueue()
@@ -104,11 +109,20 @@ class Driver:
 
     # --- the log ---------------------------------------------------------------------------
 
+    @property
+    def step(self) -> int:
+        """The pipeline's step: what commands do at random follows from it."""
+        return self._step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._step = step
+        self._counts.clear()
+
     def count_call(self, role: str, method: str) -> int:
         """How often this method was called in this step before."""
-        key = (role, method, self.step)
-        self._counts[key] += 1
-        return self._counts[key] - 1
+        self._counts[role, method] += 1
+        return self._counts[role, method] - 1
 
     def post(
         self,
@@ -175,6 +189,7 @@ class Driver:
                 if share.copies > 1:
                     self._expect_gang(call.number, index, out.receivers)
                 self.sending.offer(key, out, call.group)
+                call.watches.append(out.watch)
                 told[key] = share
             shares.append(tuple(told.get(key, share)))
         return shares
@@ -200,8 +215,9 @@ class Driver:
             self._at(rank, frame.load())
         elif frame.kind is Kind.REPLY:
             request, kind, value = frame.load()
-            if request in self._replies:
-                self._replies[request].put((kind, value))
+            replies = self._replies.get(request)
+            if replies is not None:
+                replies.put((kind, value))
         elif frame.kind is Kind.ERROR:
             self.fail(frame.load())
         elif frame.kind is Kind.SIGNAL:
@@ -282,6 +298,8 @@ class Driver:
             call.done.wait()
         if self.failed is not None:
             raise WorkerError(self.failed.render())
+        for watch in call.watches:
+            watch.check(f"{call.role}.{call.method}")
         assert call.landing is not None
         return call.landing
 
@@ -301,9 +319,9 @@ class Driver:
         self._replies[number] = replies
         head = pickle.dumps((number, cluster, method, arguments), 5)
         self.hub.sender(rank).send(Kind.REQUEST, head)
-        return self._stream(number, replies)
+        return self._stream(replies)
 
-    def _stream(self, number: int, replies: queue.SimpleQueue[Any]) -> Iterator[Any]:
+    def _stream(self, replies: queue.SimpleQueue[Any]) -> Iterator[Any]:
         while True:
             kind, value = replies.get()
             if kind == "failed":
@@ -312,7 +330,6 @@ class Driver:
             if kind != "end":
                 yield loads_whole(value)
             if kind != "item":
-                del self._replies[number]
                 return
 
     def drain(self) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from roll_td.protocol import DataProto, merge_meta
+from roll_td.runtime.batches import Column, blank, unpack
 from roll_td.runtime.transport import Group, Transport, Work
-from roll_td.runtime.wire import Column, Place, as_bytes, blank, loads, loads_whole, owned, unpack
+from roll_td.runtime.wire import Place, as_bytes, loads, loads_whole, owned, table
 
 
 @dataclass
@@ -107,7 +108,8 @@ class Landing:
             return None
         if answer.kind == "value":
             return loads(answer.spec[0], self.buffers[i])
-        return DataProto(dict(self.tensors[i]) or None, *self._rest(i))
+        objects, meta_info = self._rest(i)
+        return DataProto(table(dict(self.tensors[i]), objects, answer.num_rows), objects, meta_info)
 
     def _rest(self, i: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """Object columns and meta_info of a batch, after its packed columns are put into place."""
@@ -134,4 +136,5 @@ class Landing:
         rests = [self._rest(i) for i in range(len(self.answers))]
         objects = DataProto.concat([DataProto(None, columns) for columns, _ in rests])
         meta_info = merge_meta([meta_info for _, meta_info in rests])
-        return DataProto(dict(self.whole) or None, objects.non_tensor_batch, meta_info)
+        columns = objects.non_tensor_batch
+        return DataProto(table(dict(self.whole), columns, self.starts[-1]), columns, meta_info)

@@ -19,10 +19,11 @@ import torch
 
 from roll_td.plan import LocalPlan
 from roll_td.protocol import DataProto
+from roll_td.runtime.batches import Batch, Rows
 from roll_td.runtime.control import Chunk
 from roll_td.runtime.parcel import Share
 from roll_td.runtime.transport import Group, Ranks, Transport, Work
-from roll_td.runtime.wire import Array, Batch, Dumped, Place, Rows, Watch, memory_of
+from roll_td.runtime.wire import Array, Dumped, Place, Watch, memory_of
 
 COPY_BUDGET_BYTES = 16 * 1024 * 1024
 """Copies in flight; one larger parcel may exceed it alone."""
@@ -131,7 +132,7 @@ class Sending:
             works, cost = self._flying.pop(key)
             for work in works:
                 work.wait()
-            self._offered.pop(key)[0].watch.check()
+            del self._offered[key]
             self._copied -= cost
             self._pump()
 
@@ -145,7 +146,6 @@ class Sending:
             key = self._ready.popleft()
             self._copied += cost
             works = []
-            outgoing.watch.check()
             for i, place in enumerate(share.places):
                 if place is not Place.SENT:
                     continue

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from roll_td.plan import LocalPlan
-from roll_td.runtime.wire import INLINE_BYTES, Column, Place
+from roll_td.runtime.batches import Column
+from roll_td.runtime.wire import INLINE_BYTES, Place
 
 
 @dataclass(frozen=True)

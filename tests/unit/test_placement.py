@@ -110,7 +110,7 @@ def test_a_world_of_10_000_devices_is_placed_at_once() -> None:
     began = time.perf_counter()
     train = place("train", WorkerConfig(device_mapping="0-9999", num_gpus_per_worker=8), layout)
     cpus = place("env", WorkerConfig(world_size=1249), layout)
-    assert time.perf_counter() - began < 1
+    assert time.perf_counter() - began < 3
     assert train.seats[-1].ranks == tuple(range(11241, 11249)) and cpus.warnings == ()
     assert len({seat.ranks for seat in cpus.seats}) == 1249
 

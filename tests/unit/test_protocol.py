@@ -2,7 +2,7 @@
 
 import copy
 import pickle
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -57,6 +57,41 @@ def test_chunk_then_concat_is_the_identity(data: DataProto, n: int) -> None:
     assert [len(part) for part in parts] == [len(p) for p in np.array_split(range(len(data)), n)]
     assert same(DataProto.concat(parts), data)
     assert same(DataProto.concat([DataProto(), *parts, DataProto()]), data)
+
+
+@st.composite
+def typed_batches(draw: st.DrawFn) -> DataProto:
+    """Columns of every dtype and shape, token columns with lengths, objects, metrics."""
+    rows, width = draw(st.integers(0, 9)), draw(st.integers(0, 4))
+    dtypes = st.sampled_from([torch.bool, torch.int32, torch.bfloat16, torch.float64])
+    shapes = st.sampled_from([(), (3,), (2, 0), (1, 2)])
+    columns: dict[str, Any] = {
+        name: torch.arange(rows * int(np.prod(shape))).view(rows, *shape).to(draw(dtypes))
+        for name in draw(st.sets(st.sampled_from("abc")))
+        for shape in [draw(shapes)]
+    }
+    if draw(st.booleans()):
+        columns["lengths"] = torch.full((rows,), width)
+        columns["input_ids"] = torch.arange(rows * width).view(rows, width)
+    columns["o"] = draw(st.lists(OBJECTS, min_size=rows, max_size=rows))
+    return DataProto.from_single_dict(columns, {"k": draw(OBJECTS), "metrics": {"n": Sum(0)}})
+
+
+@settings(deadline=None, derandomize=True)
+@given(typed_batches(), st.lists(st.integers(0, 9), max_size=6), st.integers(1, 4))
+def test_rows_cut_anywhere_and_joined_in_any_grouping_are_the_same(
+    data: DataProto, cuts: list[int], first: int
+) -> None:
+    bounds = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
+    parts = [data[start:stop] for start, stop in pairwise(bounds)]
+    parts.insert(first % len(parts), data[[]])
+    assert same(DataProto.concat(parts), data)
+    inner = DataProto.concat(parts[:first])
+    assert same(DataProto.concat([inner, *parts[first:]]), data)
+    every = [data[i] for i in range(-len(data), 0)]
+    assert same(DataProto.concat(every or [data]), data)
+    order = torch.randperm(len(data), generator=torch.Generator().manual_seed(len(cuts)))
+    assert same(data.reorder(order).reorder(order.argsort()), data)
 
 
 @settings(deadline=None, derandomize=True)

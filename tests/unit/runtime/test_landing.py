@@ -19,7 +19,6 @@ from roll_td import (
     Dispatch,
     Worker,
     WorkerConfig,
-    WorkerError,
     get,
     register,
 )
@@ -112,8 +111,8 @@ def test_a_column_written_while_in_flight_is_an_error_that_names_it() -> None:
     Keeps.hold.clear()
     column = torch.zeros(SENT_ROWS)
     other = torch.zeros(SENT_ROWS)
-    message = r"column 'x' was written in place.*give the call a clone"
-    with pytest.raises(WorkerError, match=message), LocalJob(planned_places(1, 1, 1), 1, 1):
+    message = r"role.wait_and_read: column 'x' was written in place.*give the call a clone"
+    with pytest.raises(ValueError, match=message), LocalJob(planned_places(1, 1, 1), 1, 1):
         config = WorkerConfig(name="role", device_mapping=[0])
         cluster = Cluster("role", Keeps, ResourceManager(1, 1), config)
         first = cluster.wait_and_read(DataProto({"x": other}), blocking=False)
@@ -127,8 +126,8 @@ def test_a_column_written_while_in_flight_is_an_error_that_names_it() -> None:
 def test_a_column_written_while_its_bytes_leave_is_an_error_too() -> None:
     Keeps.hold.clear()
     column = torch.zeros(SENT_ROWS * 100)
-    message = r"column 'x' was written in place.*give the call a clone"
-    with pytest.raises(WorkerError, match=message), LocalJob(planned_places(1, 1, 1), 1, 1):
+    message = r"role.wait_and_read: column 'x' was written in place.*give the call a clone"
+    with pytest.raises(ValueError, match=message), LocalJob(planned_places(1, 1, 1), 1, 1):
         config = WorkerConfig(name="role", device_mapping=[0])
         cluster = Cluster("role", Keeps, ResourceManager(1, 1), config)
         refs = cluster.wait_and_read(DataProto({"x": column}), blocking=False)

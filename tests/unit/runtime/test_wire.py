@@ -167,7 +167,6 @@ def test_the_smallest_part_that_cannot_travel_is_named(value: Any, path: str) ->
     assert find_unpicklable(value, "v") == path
 
 
-@pytest.mark.xfail(strict=True, reason="follows the ring until the stack is full")
 def test_objects_that_refer_to_each_other_are_looked_through_once() -> None:
     parent, child = Holder(None), Holder(None)
     parent.inner, child.inner = [child], {"parent": parent, "lock": LOCK}
