@@ -8,6 +8,7 @@ count nowhere.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -95,18 +96,52 @@ def default_plan(
     micro_batch_size None puts all rows of a dp rank in one micro-batch. No rows, no
     micro-batches. Raises ValueError for a negative num_rows, or a size below 1.
     """
-    least = {"num_rows": (num_rows, 0), "dp_size": (dp_size, 1)}
-    if micro_batch_size is not None:
-        least["micro_batch_size"] = (micro_batch_size, 1)
-    for name, (value, low) in least.items():
-        if value < low:
-            raise ValueError(f"default_plan: {name} is {value}; give an integer of at least {low}")
+    size_or_1 = 1 if micro_batch_size is None else micro_batch_size
+    _check_least(num_rows=(num_rows, 0), dp_size=(dp_size, 1), micro_batch_size=(size_or_1, 1))
     size = micro_batch_size or max(num_rows, 1)
     shards = (shard.tolist() for shard in np.array_split(np.arange(num_rows), dp_size))
     return level(
         [[shard[i : i + size] for i in range(0, len(shard), size)] for shard in shards],
         denominators,
     )
+
+
+def token_plan(
+    lengths: Sequence[int],
+    dp_size: int,
+    max_tokens: int,
+    denominators: Mapping[str, float],
+) -> StepPlan:
+    """Micro-batches of at most max_tokens tokens each and about equal size, as few as that takes.
+
+    lengths: tokens of each row. Longest row first, each goes to the smallest micro-batch (Graham
+    1969, doi:10.1137/0117039); where even that has no room, each dp rank gets one more. A row
+    above max_tokens is a micro-batch of its own. In each turn the dp ranks have micro-batches of
+    neighbouring sizes, since they wait for the largest. Raises ValueError for a negative length,
+    or a dp_size or max_tokens below 1.
+    """
+    shortest = min(lengths, default=0)
+    _check_least(dp_size=(dp_size, 1), max_tokens=(max_tokens, 1), shortest_row=(shortest, 0))
+    total = sum(min(length, max_tokens) for length in lengths)
+    turns = max(1, math.ceil(total / (max_tokens * dp_size)))
+    rows_of: list[list[int]] = [[] for _ in range(turns * dp_size)]
+    smallest = [(0, i) for i in range(len(rows_of))]
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        if rows_of[smallest[0][1]] and smallest[0][0] + lengths[row] > max_tokens:
+            for _ in range(dp_size):
+                heapq.heappush(smallest, (0, len(rows_of)))
+                rows_of.append([])
+        tokens, i = smallest[0]
+        rows_of[i].append(row)
+        heapq.heapreplace(smallest, (tokens + lengths[row], i))
+    size = {i: tokens for tokens, i in smallest}
+    filled = sorted((i for i, rows in enumerate(rows_of) if rows), key=lambda i: -size[i])
+    dealt: list[list[list[int]]] = [[] for _ in range(dp_size)]
+    for turn, start in enumerate(range(0, len(filled), dp_size)):
+        ranks = range(dp_size) if turn % 2 == 0 else reversed(range(dp_size))
+        for rank, i in zip(ranks, filled[start : start + dp_size], strict=False):
+            dealt[rank].append(sorted(rows_of[i]))
+    return level(dealt, denominators)
 
 
 def level(
@@ -156,6 +191,13 @@ def restore_order(plan: StepPlan) -> list[int]:
     """
     order: list[int] = np.argsort(_real_rows(plan), kind="stable").tolist()
     return order
+
+
+def _check_least(**values: tuple[int, int]) -> None:
+    """Raise ValueError for the first (value, least) whose value is below its least."""
+    for name, (value, least) in values.items():
+        if value < least:
+            raise ValueError(f"plan: {name} is {value}; give an integer of at least {least}")
 
 
 def _real_rows(plan: StepPlan) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

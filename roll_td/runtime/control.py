@@ -183,6 +183,8 @@ def accept(server: socket.socket, token: str, world_size: int, timeout_s: float)
         try:
             sock, _ = server.accept()
         except TimeoutError:
+            for sock in found.values():
+                sock.close()
             missing = sorted(set(range(world_size)) - {rank for rank, _ in found})
             raise TimeoutError(
                 f"ranks {missing[:20]} of {world_size} did not join within {timeout_s:.0f} s"

@@ -58,12 +58,12 @@ def run_job(world: World, pipeline_cls: type, config: BaseConfig) -> int:
         if meeting is None:
             return 1
         link, lifeline, hub = open_channel(meeting)
+        rank = _Rank(meeting, link, lifeline, config)
     except Exception as error:  # the rank's edge: nobody else can end it yet
         text = Cause.of(error, "exception", world.rank, method="joining the job").render()
         say(text)
         write_error_file(text, full=True)
         end_process(1)
-    rank = _Rank(meeting, link, lifeline, config)
     pass_signals_on(rank.on_signal)
     if hub is not None:
         rank.start_driver(hub, pipeline_cls)

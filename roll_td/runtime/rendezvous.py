@@ -80,7 +80,7 @@ def refuse(world: World, text: str) -> None:
         agreed = _agree(store, world, text, None)
         assert isinstance(agreed, str)
         _part(store, world, agreed)
-    except RuntimeError:  # the others are not there
+    except (RuntimeError, ValueError):  # the others are not there, or there is no port to meet at
         say(text)
         write_error_file(text, full=True)
 

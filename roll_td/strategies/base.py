@@ -48,6 +48,8 @@ class StrategyContext:
     """The worker's device."""
     seed: int
     """The job's seed."""
+    max_steps: int | None = None
+    """Optimiser steps of the whole run, if the pipeline's config says so as max_steps."""
 
 
 class InferenceStrategy(ABC):
@@ -55,7 +57,8 @@ class InferenceStrategy(ABC):
 
     def __init__(self, context: StrategyContext) -> None:
         self.context = context
-        self.settings = context.config.strategy_args.settings if context.config.strategy_args else None
+        args = context.config.strategy_args
+        self.settings: Any = args.settings if args is not None else None
 
     @abstractmethod
     def initialize(self, model_provider: ModelProvider) -> None:

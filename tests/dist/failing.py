@@ -128,6 +128,11 @@ class Fails(BasePipeline):
         self.a.nap(30, blocking=False)
         os.kill(os.getpid(), signal.SIGKILL)
 
+    def driver_kill_while_sending(self):
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        while True:
+            self.a.double(DataProto({"x": torch.ones(2, 1 << 22)}))
+
     def nap(self):
         self.a.nap(300)
 

@@ -26,6 +26,7 @@ CAUSES = {
     "closed_peer": ("a.die_soon", "died without a word"),
     "driver": ("the driver failed", "KeyError: 'no such vegetable'"),
     "driver_kill": ("the driver (rank 2", "died without a word"),
+    "driver_kill_while_sending": ("the driver (rank 2", "died without a word"),
     "uneven": ("a.uneven", "don't fit together"),
     "missing": ("dubble", "did you mean double"),
     "argument": ("a.total", "['lock']"),

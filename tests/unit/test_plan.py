@@ -1,13 +1,15 @@
+import math
 import pickle
 import time
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll_td.plan import LocalPlan, StepPlan, default_plan, level, local, restore_order
+from roll_td.plan import LocalPlan, StepPlan, default_plan, level, local, restore_order, token_plan
 
 
 @st.composite
@@ -181,3 +183,57 @@ def test_a_batch_of_100_000_rows_is_planned_at_once() -> None:
     order = restore_order(plan)
     assert time.perf_counter() - start < 2  # 0.1 s on an idle core
     assert sum(part.num_real for part in parts) == len(order) == 100_000
+
+
+def test_token_plan_written_out() -> None:
+    plan = token_plan([5, 1, 9, 3, 3, 6], 2, 9, {"tokens": 27.0})
+    assert plan == StepPlan((((2,), (3, 4)), ((5,), (0, 1))), {"tokens": 27.0}, (0, 0))
+
+
+@given(st.lists(st.integers(0, 60), max_size=80), st.integers(1, 6), st.integers(20, 90))
+def test_token_plans_keep_to_the_budget(lengths: list[int], dp_size: int, budget: int) -> None:
+    plan = token_plan(lengths, dp_size, budget, {})
+    plan.validate(len(lengths))
+    real = [rows for rank in range(dp_size) for rows in plan.real(rank)]
+    assert all(len(rows) == 1 or sum(lengths[r] for r in rows) <= budget for rows in real)
+    assert all(list(rows) == sorted(rows) for rows in real)
+    assert sum(plan.fillers) < dp_size
+
+
+def test_token_plan_levels_the_work_of_the_ranks() -> None:
+    random = np.random.default_rng(0)
+    lengths = random.integers(16, 2048, 512).tolist()
+    ideal = sum(lengths) / 8
+
+    def time_taken(plan: StepPlan) -> float:
+        turns = zip(*plan.micro_batches, strict=True)
+        return sum(max(sum(lengths[r] for r in rows) for rows in turn) for turn in turns)
+
+    plan = token_plan(lengths, 8, 8192, {})
+    assert time_taken(plan) < 1.01 * ideal  # 1.001
+    assert time_taken(default_plan(512, 8, 8, {})) > 1.2 * ideal  # 1.29
+    assert len(plan.micro_batches[0]) == math.ceil(ideal / 8192)
+
+
+def test_a_row_above_the_budget_is_alone() -> None:
+    assert token_plan([3, 50, 3], 1, 10, {}).micro_batches == (((1,), (0, 2)),)
+
+
+def test_token_plan_of_100_000_rows_is_made_at_once() -> None:
+    lengths = np.random.default_rng(0).integers(1, 4096, 100_000).tolist()
+    start = time.perf_counter()
+    token_plan(lengths, 64, 16384, {}).validate(100_000)
+    assert time.perf_counter() - start < 4  # 0.7 s on a busy core
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([1], 0, 3), "dp_size is 0"),
+        (([1], 2, 0), "max_tokens is 0"),
+        (([1, -2], 2, 4), "shortest_row is -2; give an integer of at least 0"),
+    ],
+)
+def test_wrong_token_budgets_are_named(arguments: tuple[Any, int, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        token_plan(*arguments, {})

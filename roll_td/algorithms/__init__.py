@@ -1,0 +1,1 @@
+"""Functions of tensors, nothing else: no config, no process group, no model."""

@@ -1,0 +1,137 @@
+"""From rewards to advantages: how much better each token was than could be expected.
+
+token_level_rewards: float32 (B, T). response_mask: bool (B, T), True for tokens of the policy that
+count. group_id: int64 (B), rows of one prompt, in any order. What is masked, and any row with a
+NaN reward (no score), gets advantage 0 and moves no other row's. The outcome of a row is the sum of
+its token rewards. Each function returns columns: `advantages`, and what else it makes, float32
+(B, T), 0 outside the mask.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from roll_td.algorithms.masking import keep, whiten
+from roll_td.algorithms.rewards_shaping import in_groups, normalise
+
+
+def grpo(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    group_id: Tensor,
+    *,
+    scale: str,
+    ddof: int,
+) -> dict[str, Tensor]:
+    """(outcome - mean of its group) / standard deviation, for every token of the row (GRPO,
+    arXiv:2402.03300, section 4.1.2).
+
+    scale: what the deviation is of: "group"; "none" for 1 (Dr. GRPO, arXiv:2503.20783); "batch".
+    ddof: 1 for the sample's deviation, 0 for the population's. 0 where all outcomes of a group
+    are equal, or there is one.
+    """
+    outcomes, mask = _outcomes(token_level_rewards, response_mask)
+    advantages = normalise(outcomes, mask.any(-1), group_id, mean="group", std=scale, ddof=ddof)
+    return {"advantages": _everywhere(advantages, mask)}
+
+
+def rloo(token_level_rewards: Tensor, response_mask: Tensor, group_id: Tensor) -> dict[str, Tensor]:
+    """Outcome - mean of the others of its group, for every token of the row (REINFORCE
+    leave-one-out, arXiv:2402.14740). 0 for a row that has no others."""
+    outcomes, mask = _outcomes(token_level_rewards, response_mask)
+    count, mean, _ = in_groups(outcomes, mask.any(-1), group_id)
+    others = torch.where(count > 1, count / (count - 1).clamp(min=1), 0.0)
+    return {"advantages": _everywhere((outcomes - mean) * others, mask)}
+
+
+def reinforce(
+    token_level_rewards: Tensor, response_mask: Tensor, *, gamma: float
+) -> dict[str, Tensor]:
+    """The rewards still to come, discounted by gamma for each token of the policy between
+    (Williams 1992, doi:10.1007/BF00992696). No baseline."""
+    _, mask = _outcomes(token_level_rewards, response_mask)
+    return {"advantages": _to_go(token_level_rewards, mask, gamma).float()}
+
+
+def reinforce_pp(
+    token_level_rewards: Tensor, response_mask: Tensor, *, gamma: float
+) -> dict[str, Tensor]:
+    """As reinforce, then whitened over all tokens of the batch, sample deviation (REINFORCE++,
+    arXiv:2501.03262)."""
+    _, mask = _outcomes(token_level_rewards, response_mask)
+    to_go = _to_go(token_level_rewards, mask, gamma)
+    return {"advantages": whiten(to_go, mask, ddof=1).float()}
+
+
+def reinforce_pp_baseline(
+    token_level_rewards: Tensor, response_mask: Tensor, group_id: Tensor
+) -> dict[str, Tensor]:
+    """Outcome - mean of its group, for every token of the row, then whitened over all tokens of the
+    batch, sample deviation (REINFORCE++-baseline, arXiv:2501.03262).
+
+    A row that is alone in its group has no baseline: nothing is subtracted.
+    """
+    outcomes, mask = _outcomes(token_level_rewards, response_mask)
+    count, mean, _ = in_groups(outcomes, mask.any(-1), group_id)
+    centred = outcomes - torch.where(count > 1, mean, 0.0)
+    return {"advantages": whiten(_everywhere(centred, mask), mask, ddof=1)}
+
+
+def gae(
+    token_level_rewards: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    *,
+    gamma: float,
+    lam: float,
+) -> dict[str, Tensor]:
+    """Generalised advantages, and `returns` = advantages + values for the critic to learn
+    (arXiv:1506.02438, equation 16), over the tokens of the policy alone.
+
+    values: float32 (B, T), of the state before each token. Next to a token of the policy is the
+    policy's next, whatever lies between; after the last the value is 0.
+    """
+    _, mask = _outcomes(token_level_rewards, response_mask)
+    values = keep(values, mask).double()
+    packed, order = _pack(values, mask)
+    following = torch.nn.functional.pad(packed[:, 1:], (0, 1))
+    next_values = torch.zeros_like(values).scatter(1, order, following)
+    errors = keep(token_level_rewards.double() + gamma * next_values - values, mask)
+    advantages = _to_go(errors, mask, gamma * lam)
+    return {"advantages": advantages.float(), "returns": (advantages + values).float()}
+
+
+def _outcomes(token_level_rewards: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum of each row's rewards, float32 (B), and the mask (B, T) without rows that have none.
+
+    In float32, as equal outcomes have an exact mean in float64 then: see in_groups.
+    """
+    rewards = keep(token_level_rewards, response_mask)
+    scored = ~rewards.isnan().any(-1)
+    mask = response_mask & scored[:, None]
+    return keep(rewards, mask).double().sum(-1).float(), mask
+
+
+def _everywhere(of_rows: Tensor, mask: Tensor) -> Tensor:
+    """A number per row (B) at each of its tokens, float32 (B, T)."""
+    return keep(of_rows[:, None].float().expand(mask.shape), mask)
+
+
+def _pack(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """What the mask keeps of each row, moved to its front, 0 behind; and where it came from."""
+    order = mask.byte().argsort(dim=1, descending=True, stable=True)
+    return keep(values, mask).gather(1, order), order
+
+
+def _to_go(values: Tensor, mask: Tensor, decay: float) -> Tensor:
+    """Σ over the tokens of the mask from t on of decay^(such tokens since t) · value, float64.
+
+    Sums over 1, 2, 4, … tokens are made of the ones before, as a loop over tokens is slow.
+    """
+    total, order = _pack(values.double(), mask)
+    reach = 1
+    while reach < total.shape[1]:
+        ahead = torch.nn.functional.pad(total[:, reach:], (0, reach))
+        total, reach = total + decay**reach * ahead, reach * 2
+    return keep(torch.zeros_like(total).scatter(1, order, total), mask)

@@ -1,0 +1,22 @@
+"""What answers say of a model."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def pass_at_k(samples: Tensor, correct: Tensor, *, k: int) -> Tensor:
+    """Probability that of k samples of a prompt, drawn from its `samples`, at least one is right,
+    float64 (P): 1 - C(samples - correct, k) / C(samples, k) (Chen et al. 2021, arXiv:2107.03374,
+    equation 1). Its mean over prompts estimates pass@k without bias.
+
+    samples, correct: int64 (P). ValueError unless k lies in 1 to the fewest samples.
+    """
+    fewest = int(samples.min()) if len(samples) else k
+    if not 1 <= k <= fewest:
+        raise ValueError(f"k={k}: want 1 to {fewest}, the fewest samples of a prompt")
+    drawn = torch.arange(k, dtype=torch.float64, device=samples.device)
+    wrong = (samples - correct).double()[:, None]
+    # C(w, k) / C(n, k) = Π (w - i) / (n - i); with w < k one factor is 0, the rest don't matter
+    return 1 - ((wrong - drawn) / (samples.double()[:, None] - drawn)).clamp(min=0).prod(-1)

@@ -1,0 +1,203 @@
+"""`hf_infer`: a model of transformers on each worker, which generates and gives log-probs alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from roll_td import models
+from roll_td.config.model import GenerationConfig
+from roll_td.protocol import DataProto
+from roll_td.strategies import packing, sampling, states
+from roll_td.strategies.base import ForwardFunc, InferenceStrategy, ModelProvider
+from roll_td.strategies.batches import by_micro_batch, with_responses
+from roll_td.strategies.generation import Sample, Sampler, Stop
+
+STATES = {"model", "optimizer", "gradients"}
+"""What can be named; this strategy has a model alone."""
+
+
+class HfInfer(InferenceStrategy):
+    """A whole model on each worker; the workers have nothing to do with each other."""
+
+    def initialize(self, model_provider: ModelProvider) -> None:
+        """Make the model, without LoRA: weights come merged.
+
+        ValueError if it lies on the meta device, or if training.packing is set and it does not keep
+        packed rows apart.
+        """
+        config = replace(self.context.model, lora=None)
+        self.model: Any = model_provider(config, self.context.seed)
+        if any(parameter.is_meta for parameter in self.model.parameters()):
+            raise ValueError("the model provider left weights on the meta device; load them")
+        self.model.requires_grad_(False).eval()
+        self._wants_lengths = self.context.config.training.packing and packing.keep_rows_apart(
+            self.model
+        )
+        self.model.to(self.context.device)
+        self._offloaded: states.Offloaded | None = None
+
+    def forward_step(self, batch: DataProto, forward_func: ForwardFunc) -> DataProto:
+        """The columns that forward_func returns for each micro-batch, rows in their order; no
+        gradients. Micro-batches are those of batch.plan, else of training.micro_batch_size rows.
+        ValueError if the model is offloaded."""
+        self._require_model()
+        self._attend(packing.ROW_BY_ROW)
+
+        def columns(micro: DataProto) -> Mapping[str, Tensor]:
+            return forward_func(micro, self._forward(micro))
+
+        size = self.context.config.training.micro_batch_size
+        with torch.no_grad():
+            return by_micro_batch(batch, size, self.context.device, columns)
+
+    def op_compute_log_probs(
+        self, output_tensor: Any, input_ids: Tensor, temperature: float = 1.0
+    ) -> Tensor:
+        """float32 (b, T): log p(input_ids[t] | input_ids[:t]) at a temperature above 0; 0 at index
+        0 and in padding. input_ids: int64 (b, T) of the micro-batch."""
+        return packing.log_probs(output_tensor, input_ids, temperature)
+
+    def op_compute_entropy(self, output_tensor: Any, temperature: float = 1.0) -> Tensor:
+        """float32 (b, T): entropy in nats of the distribution that predicts position t; 0 at index
+        0 and in padding."""
+        return packing.entropy(output_tensor, temperature)
+
+    def op_compute_language_loss(self, output_tensor: Any, labels: Tensor) -> Tensor:
+        """float32 scalar: sum of -log p over the labels, int64 (b, T), that are not -100."""
+        return packing.language_loss(output_tensor, labels)
+
+    def generate(self, batch: DataProto, generation: GenerationConfig, seed: int) -> DataProto:
+        """Responses to prompts: B · n rows, n = generation.num_return_sequences for each in turn.
+
+        batch: right-padded prompts, input_ids int64 (B, T) and lengths int64 (B). Returns its
+        columns repeated, and of prompt and response: input_ids, lengths, response_mask,
+        infer_log_probs (of the distribution sampled from, temperature 0 counts as 1 there) and
+        finish_reason: stop, or length for max_new_tokens and for the model's last position.
+
+        Response j of a row draws from random numbers of its own, made of seed and, with a column
+        sample_id, sample_id · n + j, else row · n + j: what else is in the batch does not reach it.
+        A response ends with the end tokens of the model's configs, and of the tokenizer that
+        model.tokenizer names; with stop_token_ids; with the token that completes a stop string.
+
+        ValueError for an empty prompt, if the model is offloaded, or if a layer of it keeps
+        anything but keys and values.
+        """
+        self._require_model()
+        self._attend(self.context.model.attn_implementation)
+        lengths, n = batch["lengths"].tolist(), generation.num_return_sequences
+        if 0 in lengths:
+            raise ValueError(f"prompt {lengths.index(0)} is empty; give it a token to start from")
+        rows = batch["input_ids"].cpu()
+        prompts = [row[:length] for row, length in zip(rows, lengths, strict=True)]
+        ids = batch["sample_id"].tolist() if "sample_id" in batch else range(len(prompts))
+        last = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        samples = [
+            Sample(
+                prompt=row,
+                prompt_tokens=length,
+                most_tokens=min([generation.max_new_tokens, *([last - length] if last else [])]),
+                random=sampling.generator(seed, sample_id * n + j),
+            )
+            for row, (length, sample_id) in enumerate(zip(lengths, ids, strict=True))
+            for j in range(n)
+        ]
+        settings: Any = self.settings
+        with torch.inference_mode():
+            stop = self._stop(generation)
+            Sampler(self.model, generation, stop, settings.batch_size, prompts, samples).run()
+        return with_responses(batch, samples)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy (name in Hugging Face, tensor) into the model, in its dtype.
+
+        Every weight comes exactly once; of tied ones one name is enough, and two must be equal.
+        ValueError for an unknown or missing name, a second time, another shape, or if the model is
+        offloaded; the model then has some of the new weights.
+        """
+        self._require_model()
+        own = self.model.state_dict(keep_vars=True)
+        by: dict[int, str] = {}
+        seen: set[str] = set()
+        for name, tensor in weights:
+            if name in seen:
+                raise ValueError(f"weight {name} came twice; send each once")
+            if name not in own:
+                near = ", ".join(get_close_matches(name, own.keys() - seen, 1))
+                raise ValueError(f"weight {name} is none of the model's; nearest: {near or 'none'}")
+            seen.add(name)
+            target = own[name].detach()
+            if tensor.shape != target.shape:
+                shapes = f"{list(tensor.shape)}, here {list(target.shape)}"
+                raise ValueError(f"weight {name} is {shapes}; update from the same architecture")
+            tensor = tensor.to(target)
+            first = by.setdefault(id(own[name]), name)
+            if first == name:
+                target.copy_(tensor)
+            elif not torch.equal(tensor, target):
+                raise ValueError(f"weights {first} and {name} differ, but are tied here")
+        if missing := [name for name, tensor in own.items() if id(tensor) not in by]:
+            raise ValueError(f"{len(missing)} of {len(own)} weights did not come: {missing[:4]}")
+
+    def offload_states(self, include: Iterable[str] = ("model",)) -> None:
+        """Move the model to host memory until load_states. ValueError for an unknown state."""
+        if _has_model(include) and self._offloaded is None:
+            self._offloaded = states.Offloaded(self.model.parameters())
+
+    def load_states(self, include: Iterable[str] = ("model",)) -> None:
+        """Move the model back, bit-equal. ValueError for an unknown state."""
+        if _has_model(include) and self._offloaded is not None:
+            self._offloaded.load()
+            self._offloaded = None
+
+    def _forward(self, micro: DataProto) -> packing.Output:
+        ids, lengths = micro["input_ids"], micro["lengths"]
+        is_packed = self.context.config.training.packing
+        inputs: dict[str, Any] = (packing.packed if is_packed else packing.padded)(ids, lengths)
+        if self._wants_lengths:
+            inputs["row_lengths"] = [length for length in lengths.tolist() if length]
+        body, head = models.body_and_head(self.model)
+        hidden = packing.real_states(body(**inputs, use_cache=False).last_hidden_state, lengths)
+        return packing.Output(hidden, head(), lengths, ids.shape[1])
+
+    def _attend(self, implementation: str) -> None:
+        """Packed rows have an attention of their own, which knows no cache."""
+        if self._wants_lengths:
+            self.model.set_attn_implementation(implementation)
+
+    def _stop(self, generation: GenerationConfig) -> Stop:
+        config = self.context.model
+        tokenizer: Any = None
+        if config.tokenizer or generation.stop:
+            tokenizer = models.load_tokenizer(config)
+        sources = [self.model.generation_config, self.model.config.get_text_config()]
+        ends = [source.eos_token_id for source in sources]
+        ends += [tokenizer.eos_token_id] if config.tokenizer else []
+        tokens = {*generation.stop_token_ids}
+        for end in ends:
+            tokens.update(end if isinstance(end, list) else [] if end is None else [end])
+        # clean-up would take spaces out of what was sampled
+        return Stop(
+            tokens,
+            generation.stop,
+            lambda ids: tokenizer.decode(
+                ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+            ),
+        )
+
+    def _require_model(self) -> None:
+        if self._offloaded is not None:
+            role = self.context.role
+            raise ValueError(f"role {role}: the model is offloaded; call load_states() first")
+
+
+def _has_model(include: Iterable[str]) -> bool:
+    names = {include} if isinstance(include, str) else set(include)
+    if unknown := sorted(names - STATES):
+        raise ValueError(f"no state {', '.join(unknown)}; there are {', '.join(sorted(STATES))}")
+    return "model" in names

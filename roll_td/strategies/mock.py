@@ -1,0 +1,131 @@
+"""`mock_infer`: deterministic answers without a model, for tests and dry runs of any pipeline."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from roll_td.config.model import GenerationConfig
+from roll_td.config.strategies import MockConfig
+from roll_td.protocol import DataProto
+from roll_td.strategies import sampling
+from roll_td.strategies.base import (
+    ForwardFunc,
+    InferenceStrategy,
+    ModelProvider,
+    StrategyContext,
+)
+from roll_td.strategies.batches import Response, by_micro_batch, with_responses
+
+
+@dataclass(frozen=True)
+class MockOutput:
+    """The output_tensor of a MockInfer."""
+
+    input_ids: Tensor
+    """int64 (b, T)."""
+    lengths: Tensor
+    """int64 (b,)."""
+
+
+class MockInfer(InferenceStrategy):
+    """Log-probs are a function of a token and the one before it; responses, of seed and sample."""
+
+    def __init__(self, context: StrategyContext) -> None:
+        super().__init__(context)
+        self._config: MockConfig = self.settings or MockConfig()
+        self._calls = 0
+
+    def initialize(self, model_provider: ModelProvider) -> None:
+        """Make no model."""
+
+    def forward_step(self, batch: DataProto, forward_func: ForwardFunc) -> DataProto:
+        """The columns that forward_func returns for each micro-batch, rows in their order.
+        Micro-batches are those of batch.plan, else of training.micro_batch_size rows. RuntimeError
+        in the call that is to fail."""
+        self._begin()
+
+        def columns(micro: DataProto) -> Mapping[str, Tensor]:
+            return forward_func(micro, MockOutput(micro["input_ids"], micro["lengths"]))
+
+        size = self.context.config.training.micro_batch_size
+        return by_micro_batch(batch, size, self.context.device, columns)
+
+    def op_compute_log_probs(
+        self, output_tensor: Any, input_ids: Tensor, temperature: float = 1.0
+    ) -> Tensor:
+        """float32 (b, T), in (-4, 0) at any temperature; 0 at index 0 and in padding."""
+        return _log_probs(input_ids) * _predicted(output_tensor)
+
+    def op_compute_entropy(self, output_tensor: Any, temperature: float = 1.0) -> Tensor:
+        """float32 (b, T): that of vocab_size equally likely tokens; 0 at index 0 and in padding."""
+        return _predicted(output_tensor) * math.log(self._config.vocab_size)
+
+    def op_compute_language_loss(self, output_tensor: Any, labels: Tensor) -> Tensor:
+        """float32 scalar: sum of -log p over the labels, int64 (b, T), that are not -100."""
+        wanted = (labels != -100) & (_predicted(output_tensor) > 0)
+        return -_log_probs(output_tensor.input_ids, labels)[wanted].sum()
+
+    def generate(self, batch: DataProto, generation: GenerationConfig, seed: int) -> DataProto:
+        """Responses to prompts, rows and columns as HfInfer.generate has them.
+
+        Tokens and lengths are uniform over what the config allows, from random numbers made of seed
+        and sample; infer_log_probs are those that op_compute_log_probs gives. finish_reason is
+        length for a response of max_new_tokens, else stop. RuntimeError in the call that is to
+        fail.
+        """
+        self._begin()
+        config, n, most = self._config, generation.num_return_sequences, generation.max_new_tokens
+        longest = min(most, most if config.max_tokens is None else config.max_tokens)
+        shortest = min(config.min_tokens, longest)
+        ids = batch["sample_id"].tolist() if "sample_id" in batch else range(len(batch))
+        last = (batch["lengths"] - 1).clamp(min=0)[:, None]
+        prompt_ends = batch["input_ids"].gather(1, last).flatten().tolist()
+        responses = []
+        for sample_id, prompt_end in zip(ids, prompt_ends, strict=True):
+            for j in range(n):
+                random = sampling.generator(seed, sample_id * n + j)
+                count = int(random.integers(shortest, longest + 1))
+                tokens = random.integers(config.vocab_size, size=count).tolist()
+                log_probs = _log_probs(torch.tensor([[prompt_end, *tokens]]))[0, 1:].tolist()
+                reason = "length" if count == most else "stop"
+                responses.append(Response(tokens, log_probs, reason))
+        return with_responses(batch, responses)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Take all of them, as their source may have to gather them, and keep none."""
+        for _ in weights:
+            pass
+
+    def offload_states(self, include: Iterable[str] = ("model",)) -> None:
+        """There is nothing to move."""
+
+    def load_states(self, include: Iterable[str] = ("model",)) -> None:
+        """There is nothing to move."""
+
+    def _begin(self) -> None:
+        """What comes before each answer: the fault, or the latency."""
+        call, self._calls = self._calls, self._calls + 1
+        if call == self._config.fail_on_call:
+            raise RuntimeError(f"mock_infer: call {call} fails, as fail_on_call says")
+        time.sleep(self._config.latency_s)
+
+
+def _log_probs(ids: Tensor, targets: Tensor | None = None) -> Tensor:
+    """Of targets, or ids themselves, int64 (b, T), each after the id before it; 0 at index 0."""
+    targets = ids if targets is None else targets
+    # primes, so that neighbours and swapped tokens differ
+    mixed = (ids[:, :-1] * 7919 + targets[:, 1:] * 104_729 + 1) % 997
+    return torch.nn.functional.pad(-4 * (mixed + 1) / 999, (1, 0))
+
+
+def _predicted(output: MockOutput) -> Tensor:
+    """float32 (b, T): 1 where there is a token with one before it."""
+    at = torch.arange(output.input_ids.shape[1], device=output.lengths.device)
+    return ((at > 0) & (at < output.lengths[:, None])).float()

@@ -1,0 +1,109 @@
+"""Tensors of a model and its optimiser: into host memory and back, to checkpoints and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+class Offloaded:
+    """Tensors whose bytes lie in host memory, while they own none on their device.
+
+    What is moved is the storage beneath a tensor, not the tensor: shapes, shards and whoever
+    refers to them stay as they are, padding of uneven shards comes along, and all is bit-equal
+    after. Until `load` nobody may read or write them.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        storages = {s.data_ptr(): s for s in (local(t).untyped_storage() for t in tensors)}
+        storages.pop(0, None)  # empty shards
+        self._held = [(storage, _to_host(storage)) for storage in storages.values()]
+        _wait(storage for storage, _ in self._held)
+        for storage, _ in self._held:
+            storage.resize_(0)
+
+    def load(self) -> None:
+        """Give the tensors their bytes back."""
+        for storage, held in self._held:
+            storage.resize_(held.nbytes())
+            storage.copy_(held, non_blocking=True)
+        _wait(storage for storage, _ in self._held)
+        self._held = []
+
+
+def named(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and persistent buffers, each once, in one order; tied ones by their first name."""
+    seen = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, in the same memory; the tensor itself if it is not sharded."""
+    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return part.detach()
+
+
+def shard_like(part: Tensor, whole: Tensor) -> Tensor:
+    """This rank's part of a tensor as what `whole` is: a DTensor of its shape, if it is one.
+
+    The shape comes from `whole`: with uneven shards no rank can tell it from its own.
+    """
+    if not isinstance(whole, DTensor):
+        return part
+    return DTensor.from_local(
+        part,
+        whole.device_mesh,
+        whole.placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
+
+
+def save(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
+    """Write tensors into a folder, each rank of the group its shards."""
+    dcp.save(dict(tensors), checkpoint_id=folder, process_group=group)
+
+
+def load(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
+    """Read what `save` wrote into these tensors, however they are sharded now.
+
+    Raises ValueError if the folder holds other names or shapes.
+    """
+    saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    shapes = {name: tuple(getattr(entry, "size", ())) for name, entry in saved.items()}
+    wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if shapes != wanted:
+        different = sorted(
+            name for name in shapes.keys() | wanted.keys() if shapes.get(name) != wanted.get(name)
+        )
+        first = different[0]
+        raise ValueError(
+            f"checkpoint {folder} is not of this model and optimiser: {len(different)} of "
+            f"{len(wanted)} tensors differ; {first} is {shapes.get(first, 'missing')} there and "
+            f"{wanted.get(first, 'missing')} here; resume with the config it was saved with"
+        )
+    dcp.load(dict(tensors), checkpoint_id=folder, process_group=group)
+
+
+def _to_host(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    is_away = storage.device.type != "cpu"
+    size = storage.nbytes()
+    held = torch.empty(size, dtype=torch.uint8, pin_memory=is_away).untyped_storage()
+    held.copy_(storage, non_blocking=True)
+    return held
+
+
+def _wait(storages: Iterable[torch.UntypedStorage]) -> None:
+    """For copies from and to an accelerator: they run beside the program."""
+    for device in {storage.device for storage in storages if storage.device.type != "cpu"}:
+        torch.accelerator.synchronize(device)

@@ -1,0 +1,1 @@
+"""Roles: Workers that register a few methods each."""

@@ -1,0 +1,53 @@
+"""What every role with a model has."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from roll_td.checkpoint.random_state import load_random_state, save_random_state
+from roll_td.config.base import BaseConfig
+from roll_td.models import load_model
+from roll_td.runtime.dispatch import Dispatch, register
+from roll_td.runtime.worker import Worker
+from roll_td.strategies.factory import create_strategy
+
+
+class ModelWorker(Worker):
+    """A worker whose strategy holds a model."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def initialize(self, pipeline_config: BaseConfig) -> None:
+        """Make the strategy that the role's config names, and its model."""
+        super().initialize(pipeline_config)
+        self.strategy = create_strategy(worker=self)
+        self.strategy.initialize(load_model)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def do_checkpoint(self, folder: str) -> None:
+        """Write the strategy's state, and this rank's random states, to the role's folder."""
+        try:
+            self.strategy.save_checkpoint(Path(folder))
+        except (
+            BaseException
+        ) as error:  # torch's own is no Exception, and says little of a full disk
+            free_mb = shutil.disk_usage(folder).free / 1e6
+            error.add_note(f"writing {folder} failed; {free_mb:.0f} MB are free there")
+            raise
+        save_random_state(self._random_file(folder))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, folder: str) -> None:
+        """Take over what do_checkpoint wrote, on any number of ranks."""
+        self.strategy.load_checkpoint(Path(folder))
+        own = self._random_file(folder)
+        if own.exists():  # fewer ranks may have written it; commands seed themselves anyway
+            load_random_state(own)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def export(self, folder: str) -> None:
+        """Write model and tokenizer as transformers loads them."""
+        self.strategy.export_hf(Path(folder))
+
+    def _random_file(self, folder: str) -> Path:
+        return Path(folder) / f"random_{self.rank}.json"

@@ -1,0 +1,159 @@
+"""How ranks meet: each a thread here, over a store of this machine."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from roll_td.config.base import BaseConfig
+from roll_td.distributed.world import World
+from roll_td.runtime import rendezvous
+from roll_td.runtime.control import Kind
+from roll_td.runtime.rendezvous import Meeting, RankPlace, meet, open_channel, refuse
+
+
+@pytest.fixture(autouse=True)
+def no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TORCHELASTIC_ERROR_FILE", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def worlds(*nodes: int) -> list[World]:
+    """A world whose nodes have so many ranks each."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    where = [(node, local) for node, count in enumerate(nodes) for local in range(count)]
+    return [
+        World(
+            rank,
+            len(where),
+            local,
+            nodes[node],
+            node,
+            len(nodes),
+            "127.0.0.1",
+            port,
+            "user",
+            False,
+            0,
+        )
+        for rank, (node, local) in enumerate(where)
+    ]
+
+
+def at_once(worlds: list[World], *each: Callable[[World], Any]) -> list[Any]:
+    """What each rank's function gives; the last one is that of all further ranks."""
+    actions = [*each, *[each[-1]] * (len(worlds) - len(each))]
+    with ThreadPoolExecutor(len(worlds)) as pool:
+        futures = [
+            pool.submit(action, world) for action, world in zip(actions, worlds, strict=True)
+        ]
+        return [future.result(30) for future in futures]
+
+
+def config(**given: Any) -> BaseConfig:
+    return BaseConfig(**({"num_gpus_per_node": 1} | given))
+
+
+def test_all_ranks_learn_the_same_places_and_layout() -> None:
+    met = at_once(worlds(2, 1), lambda world: meet(world, config(num_nodes=2)))
+    assert all(isinstance(m, Meeting) for m in met)
+    places = met[0].places
+    assert [(p.node, p.local_rank) for p in places] == [(0, 0), (0, 1), (1, 0)]
+    assert all(m.places == places and m.layout == met[0].layout for m in met)
+    assert (met[0].layout.driver_rank, met[0].layout.num_nodes) == (1, 2)
+    assert places[0].host == socket.gethostname()
+
+
+def test_on_one_node_all_is_local(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    met = at_once(worlds(2), lambda world: meet(world, config()))
+    assert [p.address for p in met[0].places] == ["127.0.0.1"] * 2
+    assert [p.device for p in met[0].places] == ["4", "5"]
+
+
+def test_a_world_that_does_not_fit_is_refused_by_all_and_said_once(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    two = config(num_gpus_per_node=2, num_nodes=2)
+    assert at_once(worlds(2, 1), lambda world: meet(world, two)) == [None] * 3
+    said = capfd.readouterr().err
+    assert said.count("roll-td: ") == 1
+    assert "roll-td: node 1 has 1 ranks, its 2 devices" in said
+
+
+@pytest.mark.parametrize("refusing", [0, 1])
+def test_a_rank_that_cannot_take_part_stops_all(
+    refusing: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    actions: list[Callable[[World], Any]] = [lambda world: meet(world, config())] * 3
+    actions[refusing] = lambda world: refuse(world, "roll-td: no turnips")
+    assert at_once(worlds(3), *actions) == [None] * 3
+    assert [line for line in capfd.readouterr().err.splitlines() if "roll-td" in line] == [
+        "roll-td: no turnips"
+    ]
+
+
+def test_a_rank_that_finds_nobody_says_itself_why_it_cannot_take_part(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rendezvous, "REFUSE_S", 1.0)
+    refuse(worlds(2)[1], "roll-td: no turnips")
+    assert "roll-td: no turnips\n" in capfd.readouterr().err
+
+
+def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "JOIN_S", 1.0)
+    with pytest.raises(TimeoutError, match=r"ranks \[1\] of 2 did not come within 1 s"):
+        meet(worlds(2)[0], config())
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        world = worlds(1)[0]
+        world = World(**(vars(world) | {"master_port": server.getsockname()[1]}))
+        with pytest.raises(ValueError, match=f"MASTER_PORT={world.master_port}: another program"):
+            meet(world, config())
+
+
+def test_the_channel_joins_every_rank_to_the_driver() -> None:
+    def join(world: World) -> Any:
+        meeting = meet(world, config())
+        assert meeting is not None
+        return open_channel(meeting)
+
+    lines = at_once(worlds(3), join)
+    hubs = [hub for _, _, hub in lines]
+    assert hubs[0] is None and hubs[1] is not None and hubs[2] is None  # the first CPU rank
+    for rank, (link, _, _) in enumerate(lines):
+        hubs[1].sender(rank).send(Kind.GO, b"to %d" % rank)
+        frame = link.receive()
+        assert bytes(frame.head) == b"to %d" % rank
+    for link, lifeline, _ in lines:
+        link.close()
+        lifeline.close()
+    for end in (*hubs[1].connections, *hubs[1].lifelines):
+        end.close()
+
+
+def test_addresses_for_other_nodes_come_before_this_machines_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (world,) = worlds(1)
+    assert rendezvous._own_addresses(world, 1) == ["127.0.0.1", socket.gethostname()]
+    monkeypatch.setattr(socket, "gethostname", lambda: "gpu7")
+    monkeypatch.setattr(socket, "gethostbyname", lambda _: "10.1.2.3")
+    # the way to rank 0 leads over loopback: another node could not come back by it
+    assert rendezvous._own_addresses(world, 2) == ["gpu7", "10.1.2.3", "127.0.0.1"]
+    monkeypatch.setattr(socket, "gethostbyname", lambda _: "127.0.1.1")
+    assert rendezvous._own_addresses(world, 2) == ["gpu7", "127.0.0.1"]
+
+
+def test_a_place_says_where_its_rank_is() -> None:
+    (met,) = at_once(worlds(1), lambda world: meet(world, config()))
+    (place,) = met.places
+    assert place == RankPlace(0, 0, socket.gethostname(), "127.0.0.1", None, place.pid)

@@ -1,0 +1,181 @@
+"""Packed rows compute what each row computes alone; what is read out of hidden states."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from roll_td.algorithms.functional import Head
+from roll_td.config.model import ModelConfig
+from roll_td.models import body_and_head, load_model
+from roll_td.strategies import packing
+
+LENGTHS = torch.tensor([5, 1, 7, 3])
+REAL = torch.arange(7) < LENGTHS[:, None]
+IDS = torch.where(REAL, torch.randint(0, 64, (4, 7), generator=torch.Generator().manual_seed(0)), 0)
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+}
+
+
+def test_packed_written_out() -> None:
+    ids = torch.tensor([[7, 8, 0], [9, 0, 0], [4, 5, 6]])
+    inputs = packing.packed(ids, torch.tensor([2, 1, 3]))
+    assert inputs["input_ids"].tolist() == [[7, 8, 9, 4, 5, 6]]
+    assert inputs["position_ids"].tolist() == [[0, 1, 0, 0, 1, 2]]
+
+
+def test_padded_is_cut_to_the_longest_row() -> None:
+    assert packing.padded(IDS[:2], LENGTHS[:2])["input_ids"].shape == (2, 5)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 50])
+def test_attention_row_by_row_is_that_under_a_mask(window: int | None) -> None:
+    random = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(1, heads, 16, 8, generator=random) for heads in (4, 2, 2))
+    row = torch.repeat_interleave(torch.arange(4), LENGTHS)
+    back = torch.arange(16)[:, None] - torch.arange(16)
+    allowed = (row[:, None] == row) & (back >= 0) & (back < (window or 99))
+
+    def masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+        scores = (q @ k.transpose(2, 3) * 0.3).masked_fill(~allowed, -torch.inf)
+        return (scores.softmax(-1) @ v).transpose(1, 2)
+
+    def by_row(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        lengths = LENGTHS.tolist()
+        return packing.attend_row_by_row(
+            torch.nn.Module(),
+            q,
+            k,
+            v,
+            None,
+            row_lengths=lengths,
+            scaling=0.3,
+            sliding_window=window,
+        )[0]
+
+    weight = torch.randn(1, 16, 4, 8, generator=random)
+    results = []
+    for attend in (masked, by_row):
+        inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = attend(*inputs)
+        results.append([out, *torch.autograd.grad((out * weight).sum(), inputs)])
+    for got, wanted in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(got, wanted, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model_type": "qwen3", "head_dim": 8, **SIZES},
+        {"model_type": "mistral", "sliding_window": 3, **SIZES},
+        {"model_type": "gemma3_text", "head_dim": 8, "sliding_window": 2, **SIZES},
+        {
+            "model_type": "gpt2",
+            "vocab_size": 64,
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": 4,
+            "bos_token_id": 1,
+            "eos_token_id": 1,
+            "attn_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "resid_pdrop": 0.0,
+        },
+    ],
+    ids=lambda fields: fields["model_type"],
+)
+def test_packed_equals_padded_in_loss_and_gradients(fields: dict[str, Any], attention: str) -> None:
+    config = ModelConfig(config=fields, attn_implementation=attention)
+    labels = torch.where(REAL, IDS, -100)
+    results = {}
+    for layout in (packing.padded, packing.packed):
+        model = load_model(config, 3)
+        inputs: dict[str, Any] = layout(IDS, LENGTHS)
+        if layout is packing.packed:
+            wants_lengths = packing.keep_rows_apart(model)
+            assert wants_lengths == (attention == "sdpa")
+            if wants_lengths:
+                inputs["row_lengths"] = LENGTHS.tolist()
+        body, head = body_and_head(model)
+        hidden = body(**inputs, use_cache=False).last_hidden_state
+        output = packing.Output(packing.real_states(hidden, LENGTHS), head(), LENGTHS, 7)
+        loss = packing.language_loss(output, labels)
+        loss.backward()
+        results[layout] = [loss, *(p.grad for p in model.parameters())]
+    for got, wanted in zip(results[packing.packed], results[packing.padded], strict=True):
+        torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_type": "lfm2", "layer_types": ["conv", "full_attention"], **SIZES}, r"\['conv'\]"),
+        (
+            {"model_type": "bloom", "vocab_size": 64, "hidden_size": 32, "n_head": 4},
+            "packing: false",
+        ),
+    ],
+    ids=["convolution", "positions from the mask"],
+)
+def test_a_model_that_mixes_packed_rows_is_refused(fields: dict[str, Any], message: str) -> None:
+    model = load_model(ModelConfig(config=fields, attn_implementation="eager"), 0)
+    with pytest.raises(ValueError, match=message):
+        packing.keep_rows_apart(model)
+
+
+@pytest.fixture
+def output() -> packing.Output:
+    random = torch.Generator().manual_seed(2)
+    hidden = torch.randn(int(LENGTHS.sum()), 6, generator=random)
+    return packing.Output(hidden, Head(torch.randn(64, 6, generator=random)), LENGTHS, 7)
+
+
+def logs(output: packing.Output, temperature: float) -> list[Tensor]:
+    """Of each row, log p of the next token after each of its tokens: (length, V)."""
+    every = (output.hidden @ output.head.weight.T / temperature).log_softmax(-1)
+    return list(every.split(LENGTHS.tolist()))
+
+
+def test_log_probs_and_entropy_stand_where_their_token_is(output: packing.Output) -> None:
+    got = packing.log_probs(output, IDS, 0.5)
+    spread = packing.entropy(output, 0.5)
+    assert got.shape == spread.shape == (4, 7)
+    for row, after in enumerate(logs(output, 0.5)):
+        for t in range(7):
+            inside = 0 < t < int(LENGTHS[row])
+            p = after[t - 1] if inside else torch.zeros(64)
+            torch.testing.assert_close(got[row, t], p[IDS[row, t]])
+            wanted = -(p.exp() * p).sum()
+            torch.testing.assert_close(spread[row, t], wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_language_loss_leaves_out_padding_and_first_tokens(
+    output: packing.Output,
+) -> None:
+    labels = IDS.clone()
+    labels[2, 3:5] = -100
+    wanted = torch.zeros(())
+    for row, after in enumerate(logs(output, 1.0)):
+        for t in range(1, int(LENGTHS[row])):
+            if labels[row, t] != -100:
+                wanted -= after[t - 1, labels[row, t]]
+    torch.testing.assert_close(packing.language_loss(output, labels), wanted)
+
+
+def test_a_batch_without_labels_has_loss_0_and_gradients_0(output: packing.Output) -> None:
+    hidden = output.hidden.clone().requires_grad_()
+    given = packing.Output(hidden, output.head, LENGTHS, 7)
+    loss = packing.language_loss(given, torch.full((4, 7), -100))
+    loss.backward()
+    assert loss == 0 and hidden.grad is not None and not hidden.grad.any()

@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import torch
+
+from roll_td.strategies import states
+
+
+def test_tensors_of_one_storage_leave_and_come_back_together() -> None:
+    whole = torch.randn(6, 3)
+    rows, padded, empty = whole[1:4], torch.randn(8)[:5], torch.empty(0, 3)
+    before = [tensor.clone() for tensor in (whole, rows, padded)]
+    away = states.Offloaded([whole, rows, padded, empty])
+    assert [t.untyped_storage().nbytes() for t in (whole, rows, padded)] == [0, 0, 0]
+    away.load()
+    assert all(map(torch.equal, (whole, rows, padded), before))
+    whole[1] = 7.0
+    assert rows[0].tolist() == [7.0] * 3  # still one storage
+    away.load()
+    assert rows[0].tolist() == [7.0] * 3  # and loaded once
+
+
+def test_the_padding_of_a_shard_comes_along() -> None:
+    storage = torch.arange(8.0)
+    away = states.Offloaded([storage[:5]])
+    away.load()
+    assert storage.tolist() == list(range(8))
+
+
+def test_tied_weights_are_named_once_and_buffers_too() -> None:
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2)})
+    model["b"].weight = model["a"].weight
+    model.register_buffer("count", torch.zeros(1))
+    model.register_buffer("scratch", torch.zeros(1), persistent=False)
+    assert [name for name, _ in states.named(model)] == ["count", "a.weight", "a.bias", "b.bias"]
+
+
+def test_plain_tensors_have_no_shards() -> None:
+    tensor = torch.randn(3, requires_grad=True)
+    part = states.local(tensor)
+    assert part.data_ptr() == tensor.data_ptr() and not part.requires_grad
+    assert states.shard_like(part, tensor) is part
