@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from roll_td.config.base import JobSize, WorkerConfig
 from roll_td.config.classes import check_class
+from roll_td.config.device_memory import memory_by_device, memory_problems, memory_table
 from roll_td.config.load import Checked, check_config
 from roll_td.config.schema import Problem
 from roll_td.placement import (
@@ -28,7 +29,7 @@ class Report:
     size: JobSize | None
     """How many ranks to start; None if it can't be told."""
     table: str
-    """The placement; empty if there is none."""
+    """The placement, then the memory of each role; empty if there is none."""
     warnings: tuple[str, ...]
     """What is allowed but slow."""
     problems: tuple[Problem, ...]
@@ -46,6 +47,8 @@ def check(config: str, overrides: Sequence[str]) -> Report:
     """Everything that can be told of a config without starting a rank."""
     checked = check_config(config, overrides)
     problems = [*checked.problems, *_class_problems(checked)]
+    if checked.config is not None:
+        problems += checked.config.file_problems()
     if checked.size is None:
         return Report(None, "", (), tuple(problems))
     size = checked.size
@@ -53,7 +56,12 @@ def check(config: str, overrides: Sequence[str]) -> Report:
     layout = world_layout(places, size.num_nodes, size.num_gpus_per_node)
     placements, misplaced = _place_all(checked.roles, layout)
     warnings = [w for p in placements for w in p.warnings]
-    table = placement_table(placements, layout)
+    tables = [placement_table(placements, layout)]
+    if checked.config is not None and not misplaced:
+        taken, unknown = memory_by_device(checked.config)
+        tables += [memory_table(taken), *unknown]
+        problems += memory_problems(checked.config, taken)
+    table = "\n\n".join(table for table in tables if table)
     return Report(size, table, (*layout.warnings, *warnings), (*problems, *misplaced))
 
 

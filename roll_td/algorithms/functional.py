@@ -9,6 +9,7 @@ hidden states and weights.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +33,8 @@ class Head(NamedTuple):
 
 def logits(hidden: Tensor, head: Head) -> Tensor:
     """All logits, float32 (…, V), of hidden states (…, H): for a few tokens only."""
-    return _capped(_raw_logits(hidden, head.weight, head.bias), head.softcap)
+    raw = torch.nn.functional.linear(hidden, head.weight, head.bias).float()
+    return raw if head.softcap is None else (raw / head.softcap).tanh() * head.softcap
 
 
 def log_probs(hidden: Tensor, head: Head, targets: Tensor, temperature: float = 1.0) -> Tensor:
@@ -42,8 +44,8 @@ def log_probs(hidden: Tensor, head: Head, targets: Tensor, temperature: float = 
     Differentiable in hidden, head.weight and head.bias; the backward pass makes the logits again.
     ValueError if temperature is not above 0.
     """
-    function = _of_raw(_log_prob, head, temperature)
-    result: Tensor = _PerToken.apply(function, hidden, head.weight, head.bias, targets)
+    what = _What(_log_prob, head.softcap, temperature)
+    result: Tensor = _PerToken.apply(what, hidden, head.weight, head.bias, targets)
     return result
 
 
@@ -52,8 +54,8 @@ def entropy(hidden: Tensor, head: Head, temperature: float = 1.0) -> Tensor:
 
     As log_probs. A token whose logit is -inf counts 0.
     """
-    function = _of_raw(_entropy, head, temperature)
-    result: Tensor = _PerToken.apply(function, hidden, head.weight, head.bias, hidden[:, 0])
+    what = _What(_entropy, head.softcap, temperature)
+    result: Tensor = _PerToken.apply(what, hidden, head.weight, head.bias, hidden[:, 0])
     return result
 
 
@@ -66,36 +68,67 @@ def cross_entropy_sum(
     these too. None are made for ignored targets; the sum is 0 if all are.
     """
     wanted = targets != ignore_index
-    function = _of_raw(_log_prob, head, 1.0)
+    what = _What(_log_prob, head.softcap, 1.0)
     how = _Sum if torch.is_grad_enabled() else _PerToken
-    result: Tensor = how.apply(function, hidden[wanted], head.weight, head.bias, targets[wanted])
+    result: Tensor = how.apply(what, hidden[wanted], head.weight, head.bias, targets[wanted])
     return -result.sum()
 
 
-_OfLogits = Callable[[Tensor, Tensor], Tensor]
-"""(float32 logits (n, V), targets (n,)) → float32 (n,)."""
+_OfLogits = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
+"""(float32 logits (n, V), targets (n,), grad (n,) or None) → what is made of each row (n,) and, with
+grad, the gradient of Σ grad · that (n, V). The logits' memory is used up."""
 
 
-def _log_prob(logits: Tensor, targets: Tensor) -> Tensor:
-    return logits.log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
+def _log_prob(logits: Tensor, targets: Tensor, grad: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    index = targets[:, None]
+    logits -= logits.amax(-1, keepdim=True)
+    chosen = logits.gather(-1, index)
+    total = logits.exp_().sum(-1, keepdim=True)
+    values = (chosen - total.log()).squeeze(-1)
+    if grad is None:
+        return values, None
+    logits *= -grad[:, None] / total
+    return values, logits.scatter_add_(-1, index, grad[:, None])
 
 
-def _entropy(logits: Tensor, _: Tensor) -> Tensor:
-    logs = logits.log_softmax(-1)
-    # at p = 0 both p log p and its gradient are 0, but -inf · 0 is NaN
-    return -(logs.exp() * logs.masked_fill(logs == -torch.inf, 0)).sum(-1)
+def _entropy(logits: Tensor, _: Tensor, grad: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    logits -= logits.logsumexp(-1, keepdim=True)
+    p = logits.exp()
+    logits.masked_fill_(p == 0, 0)  # p log p is 0 there, not -inf · 0
+    values = -(p * logits).sum(-1)
+    if grad is None:
+        return values, None
+    logits += values[:, None]
+    return values, p.mul_(logits).mul_(-grad[:, None])
 
 
-def _of_raw(function: _OfLogits, head: Head, temperature: float) -> _OfLogits:
-    """The function of what comes out of the linear layer."""
-    if not temperature > 0:
-        raise ValueError(f"temperature={temperature}: must be above 0; greedy counts as 1")
+@dataclass(frozen=True)
+class _What:
+    """A function of what comes out of the linear layer."""
 
-    def of_raw(raw: Tensor, targets: Tensor) -> Tensor:
-        logits = _capped(raw, head.softcap)
-        return function(logits / temperature if temperature != 1 else logits, targets)
+    function: _OfLogits
+    softcap: float | None
+    temperature: float
 
-    return of_raw
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise ValueError(f"temperature={self.temperature}: must be above 0; greedy counts as 1")
+
+    def __call__(
+        self, raw: Tensor, targets: Tensor, grad: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """As _OfLogits, of and for the raw logits."""
+        slope = None
+        if self.softcap is not None:
+            raw.div_(self.softcap).tanh_()
+            slope = 1 - raw.square()
+            raw *= self.softcap
+        values, d_raw = self.function(raw.div_(self.temperature), targets, grad)
+        if d_raw is not None:
+            d_raw /= self.temperature
+            if slope is not None:
+                d_raw *= slope
+        return values, d_raw
 
 
 class _PerToken(torch.autograd.Function):
@@ -103,21 +136,16 @@ class _PerToken(torch.autograd.Function):
     as the head's is a sum over rows, each times a factor known only then."""
 
     @staticmethod
-    def forward(ctx: Any, function: _OfLogits, *inputs: Any) -> Tensor:
-        ctx.function = function
+    def forward(ctx: Any, what: _What, *inputs: Any) -> Tensor:
+        ctx.what = what
         ctx.save_for_backward(*inputs)
-        hidden, weight, bias, targets = inputs
-        values = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-        for rows in _chunks(hidden, weight):
-            values[rows] = function(_raw_logits(hidden[rows], weight, bias), targets[rows])
-        return values
+        return _values_and_grads(what, inputs, (False,) * 3, None)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        needs = ctx.needs_input_grad[1:]
-        _, grads = _values_and_grads(ctx.function, ctx.saved_tensors, needs, grad)
-        return None, *grads, None
+        needs = ctx.needs_input_grad[1:4]
+        return None, *_values_and_grads(ctx.what, ctx.saved_tensors, needs, grad)[1], None
 
 
 class _Sum(torch.autograd.Function):
@@ -125,10 +153,10 @@ class _Sum(torch.autograd.Function):
     with the logits, so they are made at once."""
 
     @staticmethod
-    def forward(ctx: Any, function: _OfLogits, *inputs: Any) -> Tensor:
+    def forward(ctx: Any, what: _What, *inputs: Any) -> Tensor:
         hidden = inputs[0]
         ones = torch.ones(len(hidden), device=hidden.device)
-        values, grads = _values_and_grads(function, inputs, ctx.needs_input_grad[1:], ones)
+        values, grads = _values_and_grads(what, inputs, ctx.needs_input_grad[1:4], ones)
         ctx.save_for_backward(*grads)
         return values.sum()
 
@@ -139,21 +167,23 @@ class _Sum(torch.autograd.Function):
 
 
 def _values_and_grads(
-    function: _OfLogits, inputs: Sequence[Any], needs: Sequence[bool], grad: Tensor
+    what: _What, inputs: Sequence[Any], needs: Sequence[bool], grad: Tensor | None
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """What the function gives of each row; and the gradients of Σ grad · that in the first three
-    of inputs (hidden, weight, bias, targets), None for what needs none."""
+    """What is made of each row; and the gradients of Σ grad · that in the first three of inputs
+    (hidden, weight, bias, targets), None for what needs none."""
     hidden, weight, bias, targets = inputs
-    values = torch.empty_like(grad)
+    values = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
     d_hidden = torch.empty_like(hidden) if needs[0] else None
     d_weight = torch.zeros_like(weight, dtype=torch.float32) if needs[1] else None
     d_bias = torch.zeros_like(bias, dtype=torch.float32) if needs[2] else None
-    for rows in _chunks(hidden, weight):
-        raw = _raw_logits(hidden[rows], weight, bias).requires_grad_()
-        with torch.enable_grad():
-            value = function(raw, targets[rows])
-        values[rows] = value.detach()
-        (d_raw,) = torch.autograd.grad(value, raw, grad[rows])
+    size = max(1, CHUNK_BYTES // (4 * len(weight)))
+    memory = values.new_empty(min(size, len(hidden)), len(weight))
+    for start in range(0, len(hidden), size):
+        rows = slice(start, start + size)
+        raw = _raw_logits(memory, hidden[rows], weight, bias)
+        values[rows], d_raw = what(raw, targets[rows], None if grad is None else grad[rows])
+        if d_raw is None:
+            continue
         if d_bias is not None:
             d_bias += d_raw.sum(0)
         d_raw = d_raw.to(hidden.dtype)
@@ -161,9 +191,18 @@ def _values_and_grads(
             torch.mm(d_raw, weight, out=d_hidden[rows])
         if d_weight is not None:
             _add_product(d_weight, d_raw.T, hidden[rows])
-    grads = (d_hidden, d_weight, d_bias)
-    pairs = zip(inputs, grads, strict=False)
+    pairs = zip(inputs, (d_hidden, d_weight, d_bias), strict=False)
     return values, [None if d is None else d.to(x.dtype) for x, d in pairs]
+
+
+def _raw_logits(memory: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """What comes out of the linear layer, float32 (n, V), in memory (n or more, V)."""
+    raw = memory[: len(hidden)]
+    if weight.dtype == torch.float32:
+        torch.mm(hidden, weight.T, out=raw)
+    else:
+        raw.copy_(hidden @ weight.T)
+    return raw if bias is None else raw.add_(bias)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -172,17 +211,3 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.addmm_(left, right)
     else:
         total += left @ right
-
-
-def _capped(raw: Tensor, softcap: float | None) -> Tensor:
-    return raw if softcap is None else (raw / softcap).tanh() * softcap
-
-
-def _raw_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.nn.functional.linear(hidden, weight, bias).float()
-
-
-def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
-    """Slices of the rows, whose float32 logits take CHUNK_BYTES each."""
-    size = max(1, CHUNK_BYTES // (4 * len(weight)))
-    return [slice(start, start + size) for start in range(0, len(hidden), size)]

@@ -45,8 +45,10 @@ def log_ratios(
 
 
 def sigmoid(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float) -> Tensor:
-    """-log σ(β m), m = chosen - rejected (DPO, arXiv:2305.18290, equation 7); with label smoothing
-    ε -(1 - ε) log σ(β m) - ε log σ(-β m) (conservative DPO, ericmitchell.ai/cdpo.pdf, equation 3).
+    """-log sigmoid(β m), m = chosen - rejected (DPO, arXiv:2305.18290, equation 7).
+
+    label_smoothing ε, the probability that a pair is the wrong way round: -(1 - ε) log sigmoid(β m)
+    - ε log sigmoid(-β m) (conservative DPO, ericmitchell.ai/cdpo.pdf, equation 3).
     """
     margin = beta * (chosen - rejected)
     return -(1 - label_smoothing) * logsigmoid(margin) - label_smoothing * logsigmoid(-margin)

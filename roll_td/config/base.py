@@ -117,6 +117,9 @@ class BaseConfig(CheckpointConfig):
     """Device ranks of a node. None: on one node, as many as the roles use."""
     num_cpu_ranks_per_node: int | None = None
     """Ranks of a node without a device. None: the driver's and enough for the CPU roles."""
+    device_memory_gb: float | None = None
+    """What the roles on a device may take of its memory together, by the estimate of `check`, in
+    units of 2^30 bytes. None: as much as they want."""
     transfer_timeout_s: float = 1800.0
     """Seconds after which a transfer of data between driver and workers fails."""
     trackers: TrackersConfig = field(default_factory=TrackersConfig)
@@ -125,6 +128,9 @@ class BaseConfig(CheckpointConfig):
     def __post_init__(self) -> None:
         sections = role_sections(vars(self))
         problems = [*_timeout(self, "transfer_timeout_s"), *_same_names(sections)]
+        if self.device_memory_gb is not None and self.device_memory_gb <= 0:
+            rule, fix = "must be above 0", "leave it out to have no limit"
+            problems.append(Problem("device_memory_gb", repr(self.device_memory_gb), rule, fix))
         problems += self.checkpoint_problems()
         given = (self.num_nodes, self.num_gpus_per_node, self.num_cpu_ranks_per_node)
         try:
@@ -135,6 +141,11 @@ class BaseConfig(CheckpointConfig):
             raise ConfigError(problems)
         self.num_gpus_per_node = size.num_gpus_per_node
         self.num_cpu_ranks_per_node = size.num_cpu_ranks_per_node
+
+    def file_problems(self) -> list[Problem]:
+        """Files that the config names and that can't be read here. Asked by `roll-td check` and
+        `run`; a subclass that names files adds to it."""
+        return []
 
 
 def roles(config: BaseConfig) -> dict[str, WorkerConfig]:

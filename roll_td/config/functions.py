@@ -117,6 +117,63 @@ class CispoSettings:
         )
 
 
+@dataclass
+class PreferenceSettings:
+    """What β is: how much a log ratio weighs, or how near the reference IPO stays."""
+
+    beta: float = 0.1
+    """0.1 in DPO's paper."""
+
+    def __post_init__(self) -> None:
+        require(self, beta=(self.beta > 0, "must be above 0"))
+
+
+@dataclass
+class SigmoidSettings(PreferenceSettings):
+    """DPO."""
+
+    label_smoothing: float = 0.0
+    """Probability that a pair is the wrong way round; below 0.5. Above 0: conservative DPO."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        holds = 0 <= self.label_smoothing < 0.5
+        require(self, label_smoothing=(holds, "must be at least 0 and below 0.5"))
+
+
+@dataclass
+class SkewSettings:
+    """A divergence from a mixture."""
+
+    skew: float = 0.1
+    """Share of the first distribution in it; 0.1 in DistiLLM's paper."""
+
+    def __post_init__(self) -> None:
+        require(self, skew=(0 <= self.skew < 1, "must be at least 0 and below 1"))
+
+
+@dataclass
+class JsdSettings:
+    """Generalised Jensen-Shannon divergence."""
+
+    beta: float = 0.5
+    """Share of the teacher in the mixture."""
+
+    def __post_init__(self) -> None:
+        require(self, beta=(0 < self.beta < 1, "must be above 0 and below 1"))
+
+
+@dataclass
+class AdaptiveSettings:
+    """Adaptive KL."""
+
+    head: float = 0.5
+    """Probability of the teacher's likeliest entries, which forward KL is for; 0.5 in its paper."""
+
+    def __post_init__(self) -> None:
+        require(self, head=(0 < self.head < 1, "must be above 0 and below 1"))
+
+
 @dataclass(frozen=True)
 class Function:
     """A row of a table."""
@@ -147,6 +204,24 @@ POLICY_LOSSES = {
     "ppo": Function(_LOSSES + "ppo", PpoSettings),
     "cispo": Function(_LOSSES + "cispo", CispoSettings),
     "reinforce": Function(_LOSSES + "reinforce"),
+}
+
+_PREFERENCE = "roll_td.algorithms.preference."
+_DISTILLATION = "roll_td.algorithms.distillation."
+
+PREFERENCE_LOSSES = {
+    "sigmoid": Function(_PREFERENCE + "sigmoid", SigmoidSettings),
+    "hinge": Function(_PREFERENCE + "hinge", PreferenceSettings),
+    "ipo": Function(_PREFERENCE + "ipo", PreferenceSettings),
+}
+
+DIVERGENCES = {
+    "forward_kl": Function(_DISTILLATION + "forward_kl"),
+    "reverse_kl": Function(_DISTILLATION + "reverse_kl"),
+    "skewed_forward_kl": Function(_DISTILLATION + "skewed_forward_kl", SkewSettings),
+    "skewed_reverse_kl": Function(_DISTILLATION + "skewed_reverse_kl", SkewSettings),
+    "jsd": Function(_DISTILLATION + "jsd", JsdSettings),
+    "adaptive_kl": Function(_DISTILLATION + "adaptive_kl", AdaptiveSettings),
 }
 
 
@@ -205,3 +280,21 @@ class PolicyLossArgs(FunctionArgs):
     name: str = "ppo"
     """A name of POLICY_LOSSES, or the dotted path of a function of your own."""
     table: ClassVar[Mapping[str, Function]] = POLICY_LOSSES
+
+
+@dataclass
+class PreferenceLossArgs(FunctionArgs):
+    """What is learnt from a pair."""
+
+    name: str = "sigmoid"
+    """A name of PREFERENCE_LOSSES, or the dotted path of a function of your own."""
+    table: ClassVar[Mapping[str, Function]] = PREFERENCE_LOSSES
+
+
+@dataclass
+class DivergenceArgs(FunctionArgs):
+    """How a student is told from its teacher."""
+
+    name: str = "forward_kl"
+    """A name of DIVERGENCES, or the dotted path of a function of your own."""
+    table: ClassVar[Mapping[str, Function]] = DIVERGENCES

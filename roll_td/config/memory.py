@@ -1,8 +1,7 @@
-"""How much of each device the roles of a config take: arithmetic, no torch.
+"""How much memory a role takes of one of its devices: arithmetic on its config, no torch.
 
-What stays (weights, AdamW's moments) adds up over the roles of a device. What comes and goes with
-a call does not: a rank executes one command at a time, so the largest counts. The estimate is of
-tensors; the context of a driver, libraries and what an allocator can't use come on top.
+The estimate is of tensors; the context of a driver, libraries and what an allocator can't use
+come on top.
 
 1 MB is 2^20 bytes, 1 GB 1,024 MB. Bytes kept per token follow the list of Korthikanti et al. 2022
 (arXiv:2205.05198, section 4.1), made again for layers of the Llama kind as transformers writes
@@ -12,15 +11,12 @@ autograd was seen to keep.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from roll_td.config.base import BaseConfig, WorkerConfig, roles
-from roll_td.config.classes import import_object
+from roll_td.config.base import WorkerConfig
 from roll_td.config.model import ModelConfig, TrainingConfig
-from roll_td.config.model_size import ModelSize, model_size
-from roll_td.config.schema import Problem
+from roll_td.config.model_size import ModelSize
 
 MB = 2**20
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -40,7 +36,7 @@ class Load:
     """Of the longest prompt."""
     row_tokens: int
     """Of the longest row: prompt and response."""
-    batch_rows: int | None
+    batch_rows: int | None = None
     """Rows of an optimiser step over all ranks; None: not known, taken for many."""
 
 
@@ -192,3 +188,86 @@ class _Units:
     def in_forward(self) -> float:
         """The root, a layer, and where it comes from others its gather's own copy."""
         return self.gathered(1 if self.shards == 1 else 2)
+
+
+def _training_moments(
+    units: _Units, training: TrainingConfig, tokens: int, gradients: float, is_only: bool
+) -> list[Moment]:
+    """When a training step may hold the most. Gradients of a micro-batch add to those of others,
+    or come into being layer by layer if it is the only one."""
+    size, width, is_whole = units.size, units.compute_bytes, not units.lora
+    hidden = tokens * size.hidden_size * width
+    layer = tokens * _layer_bytes(size, width, is_whole)
+    kept = hidden if training.gradient_checkpointing else layer
+    computed = layer + hidden + 2 * tokens * size.intermediate_size * width
+    states = hidden * (4 + is_whole) + 4 * tokens * size.hidden_size  # after the last layer
+    logits = _logits_bytes(size, tokens, width)
+    # parameters that are trained: of the head, the root, a layer
+    head = size.vocab_size * size.hidden_size * is_whole
+    root = units.root * is_whole
+    block = units.layer if is_whole else units.lora / size.num_layers
+    # what is sent, in float32, and what arrives; a rank that is alone makes one copy more
+    reduced = 4 * (1 + 1 / units.shards + (units.shards == 1))
+    before = 0 if is_only else gradients
+    of_layers = gradients - 4 * root / units.shards if is_only else gradients
+    next_layer = int(units.shards > 1)
+    return [
+        # the loss: the head's gradient is summed in float32, of products in the dtype of the rest
+        Moment(
+            before,
+            size.num_layers * kept + states + logits,
+            units.gathered(0) + (4 + width % 4) * head,
+        ),
+        # backward through the last layer
+        Moment(
+            before,
+            (size.num_layers - 1) * kept + computed,
+            units.gathered(1 + next_layer) + width * head,
+        ),
+        # and its gradients reduced
+        Moment(
+            before,
+            (size.num_layers - 1) * kept,
+            units.gathered(next_layer) + width * (head + block) + reduced * block,
+        ),
+        # backward through the first layer
+        Moment(of_layers, computed, units.gathered(1) + width * head + 4 * block),
+        # through the embedding
+        Moment(
+            of_layers,
+            hidden,
+            units.gathered(0) + width * (head + size.embeddings * is_whole) + 4 * block,
+        ),
+        # the gradients of the root reduced
+        Moment(of_layers, 0, max(width + 4, reduced) * root),
+        # the optimiser
+        Moment(gradients),
+    ]
+
+
+def _layer_bytes(size: ModelSize, width: int, is_whole: bool) -> float:
+    """Kept of a layer for each token until its backward pass, where numbers take `width` bytes.
+
+    Inputs of norms are float32; what they were made is kept for the gradient of the norm's weight,
+    if that is trained. Then the inputs of linear layers, queries, keys, values and the result of
+    attention, as a line and row by row, and what the MLP multiplies.
+    """
+    hidden, inner = size.hidden_size, size.intermediate_size
+    query, key = size.num_heads * size.head_dim, size.num_kv_heads * size.head_dim
+    gates = sum(linear.outputs == inner for linear in size.linears)
+    products = 4 * inner if gates > 1 else 5 * inner  # act(gate) · up, or GELU in its parts
+    norms, rest = divmod(size.layer_extras, hidden)
+    normed = norms * hidden + (query + key if rest else 0)  # the rest is norms of heads
+    return 4 * normed + width * (normed * is_whole + 2 * hidden + 3 * query + 2 * key + products)
+
+
+def _inference_bytes(size: ModelSize, tokens: int, width: int) -> float:
+    """The most that is held without gradients: inside an MLP, or with logits."""
+    hidden, inner = size.hidden_size, size.intermediate_size
+    inside = tokens * width * (3 * hidden + 3 * inner)
+    return max(inside, tokens * width * 3 * hidden + _logits_bytes(size, tokens, width))
+
+
+def _logits_bytes(size: ModelSize, tokens: int, width: int) -> float:
+    """Of those made at once, and their copy where they are computed in another dtype."""
+    return min(CHUNK_MB * MB, 4 * tokens * size.vocab_size) * (1 + (width % 4) / 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from roll_td.config.schema import ConfigError, Problem
@@ -57,6 +58,17 @@ class ModelConfig:
         if self.config is not None and "model_type" not in self.config:
             fix = "add for example model_type: qwen3"
             raise ConfigError([Problem("config", "{…}", "lacks model_type", fix)])
+
+    def file_problems(self) -> list[Problem]:
+        """Folders and files that are not there, of what can't be a name on the hub."""
+        problems = []
+        for key in ("path", "tokenizer"):
+            value = getattr(self, key)
+            is_file = value is not None and (value[0] in "/.~" or value.endswith(".gguf"))
+            if is_file and not Path(value).expanduser().exists():
+                fix = f"give a path from {Path.cwd()}, or a whole one"
+                problems.append(Problem(key, repr(value), "is not there", fix))
+        return problems
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from roll_td.config.base import BaseConfig, WorkerConfig
-from roll_td.config.data import DataConfig, answer_problems
+from roll_td.config.data import DataConfig, answer_problems, check_files
 from roll_td.config.model import ModelConfig
 from roll_td.config.schema import ConfigError, Problem
 from roll_td.config.strategies import StrategyArgs
@@ -48,6 +48,12 @@ class SFTConfig(BaseConfig):
             problems = [*error.problems, *problems]
         if problems:
             raise ConfigError(problems)
+
+    def file_problems(self) -> list[Problem]:
+        """Data, model and tokenizer."""
+        data = [problem.under("data") for problem in check_files(self.data)]
+        model = [problem.under("model") for problem in self.model.file_problems()]
+        return [*super().file_problems(), *data, *model]
 
     def _length_problems(self) -> list[Problem]:
         problems = [

@@ -56,16 +56,36 @@ class Strategy:
     """Dotted path of a pure function, WorkerConfig → Topology, in a module without torch."""
     trains: bool = False
     """Whether it is a TrainStrategy."""
+    generates: bool = False
+    """Whether it makes responses to prompts."""
+    memory: str | None = None
+    """Dotted path of a pure function, (WorkerConfig, ModelConfig, ModelSize, Load) → RoleMemory, in
+    a module without torch; None: it takes no memory to speak of."""
 
 
 _APART = "roll_td.distributed.topology.apart"
 _TOGETHER = "roll_td.distributed.topology.together"
+_MEMORY = "roll_td.config.memory."
 
 STRATEGIES = {
-    "fsdp2_train": Strategy("roll_td.strategies.fsdp2.Fsdp2Train", Fsdp2Config, _TOGETHER, True),
-    "fsdp2_infer": Strategy("roll_td.strategies.fsdp2.Fsdp2Infer", Fsdp2Config, _TOGETHER),
-    "hf_infer": Strategy("roll_td.strategies.hf.HfInfer", HfInferConfig, _APART),
-    "mock_infer": Strategy("roll_td.strategies.mock.MockInfer", MockConfig, _APART),
+    "fsdp2_train": Strategy(
+        "roll_td.strategies.fsdp2.Fsdp2Train",
+        Fsdp2Config,
+        _TOGETHER,
+        trains=True,
+        memory=f"{_MEMORY}fsdp2",
+    ),
+    "fsdp2_infer": Strategy(
+        "roll_td.strategies.fsdp2.Fsdp2Infer", Fsdp2Config, _TOGETHER, memory=f"{_MEMORY}fsdp2"
+    ),
+    "hf_infer": Strategy(
+        "roll_td.strategies.hf.HfInfer",
+        HfInferConfig,
+        _APART,
+        generates=True,
+        memory=f"{_MEMORY}hf",
+    ),
+    "mock_infer": Strategy("roll_td.strategies.mock.MockInfer", MockConfig, _APART, generates=True),
 }
 
 

@@ -39,6 +39,8 @@ class Topology:
     """True: the ranks meet in collectives at each micro-batch, so all need equally many."""
     micro_batch_size: int | None = None
     """Rows of one micro-batch; None: all rows of a dp rank in one."""
+    micro_batch_tokens: int | None = None
+    """Instead: real tokens of one micro-batch, rows balanced over dp ranks by their lengths."""
     shard: int | None = None
     """Neighbouring dp ranks that hold one copy of the model between them, where those are not all
     of them (hybrid sharding). Only without tp, pp and cp."""
@@ -105,7 +107,14 @@ def together(config: WorkerConfig) -> Topology:
     assert config.strategy_args is not None
     shard = config.strategy_args.settings.fsdp_size
     dp, micro = _workers(config), config.training.micro_batch_size
-    return Topology(dp=dp, steps_together=True, micro_batch_size=micro, shard=shard)
+    tokens = config.training.max_tokens_per_micro_batch
+    return Topology(
+        dp=dp,
+        steps_together=True,
+        micro_batch_size=micro,
+        micro_batch_tokens=tokens,
+        shard=shard,
+    )
 
 
 def _workers(config: WorkerConfig) -> int:
@@ -118,7 +127,7 @@ def _workers(config: WorkerConfig) -> int:
 
 
 def _is_hybrid(topology: Topology) -> bool:
-    return topology.shard is not None and 1 < topology.shard < topology.dp
+    return topology.shard is not None and topology.shard < topology.dp
 
 
 def rank_infos(topology: Topology) -> tuple[RankInfo, ...]:

@@ -38,8 +38,9 @@ class BasePipeline(ABC):
     """Made and run once in a job. A subclass makes its Clusters in `__init__`.
 
     The run directory has config.yaml (secrets masked), metrics.jsonl, checkpoints/step_N, and
-    under trace/ a file of each start, which Perfetto reads. From the start on, global_step is the
-    number of steps that are done; `steps` restores the rest of the checkpoint that is resumed.
+    under trace/ a file of each start, which Perfetto reads; the nodes of a job share it. From the
+    start on, global_step is the number of steps that are done; `steps` restores the rest of the
+    checkpoint that is resumed.
     """
 
     def __init__(self, pipeline_config: BaseConfig) -> None:
@@ -51,9 +52,9 @@ class BasePipeline(ABC):
         )
         self.run_dir = Path(pipeline_config.output_dir) / (pipeline_config.exp_name or "run")
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        (self.run_dir / "config.yaml").write_text(resolved_yaml(pipeline_config), encoding="utf-8")
         self._settings: Any = masked(dataclasses.asdict(pipeline_config))
         self._checkpoints = RunCheckpoints(self.run_dir / "checkpoints", pipeline_config)
+        (self.run_dir / "config.yaml").write_text(resolved_yaml(pipeline_config), encoding="utf-8")
         self._checkpoint_clusters: tuple[Cluster, ...] = ()
         self._is_restored = self._checkpoints.start is None
         self._end: int | None = None

@@ -9,7 +9,6 @@ from roll_td.data.loader import load_data
 from roll_td.metrics import Last, Mean, Metric
 from roll_td.models import load_tokenizer
 from roll_td.pipelines.base import BasePipeline
-from roll_td.plan import token_plan
 from roll_td.protocol import DataProto
 from roll_td.runtime.cluster import Cluster
 
@@ -34,7 +33,7 @@ class SFTPipeline(BasePipeline):
         """Train, validate, save; at the end export."""
         for step in self.steps(self.pipeline_config.max_steps):
             began = time.monotonic()
-            batch = self.planned(self.train_data.batch(step))
+            batch = self.train_data.batch(step)
             result = self.actor_train.train_step(batch)
             self.log({**result.meta_info["metrics"], **self.progress(batch, began)})
             if self.is_validation_due(step):
@@ -48,7 +47,7 @@ class SFTPipeline(BasePipeline):
         assert self.validation_data is not None, "is_validation_due says no"
         loss, tokens = 0.0, 0
         for batch in self.validation_data.batches(self.pipeline_config.batch_size):
-            rows = self.actor_train.val_step(self.planned(batch))
+            rows = self.actor_train.val_step(batch)
             loss += rows["loss"].double().sum().item()
             tokens += int(rows["tokens"].sum())
         return {"val/loss": Mean(loss / tokens, tokens)}
@@ -59,15 +58,6 @@ class SFTPipeline(BasePipeline):
             return False
         done, every = step + 1, self.pipeline_config.eval_steps
         return done == self.pipeline_config.max_steps or (every is not None and done % every == 0)
-
-    def planned(self, batch: DataProto) -> DataProto:
-        """The batch, cut by tokens if the role says how many; else the Cluster cuts it by rows."""
-        limit = self.pipeline_config.actor_train.training.max_tokens_per_micro_batch
-        if limit is not None:
-            wanted = {"tokens": float((batch["labels"] != -100).sum())}
-            lengths = batch["lengths"].tolist()
-            batch.plan = token_plan(lengths, self.actor_train.dp_size, limit, wanted)
-        return batch
 
     def progress(self, batch: DataProto, began: float) -> dict[str, Metric]:
         """Epochs done, and how fast: tokens are real ones, learnt from or not."""

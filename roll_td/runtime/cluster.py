@@ -16,7 +16,7 @@ from roll_td.config.base import WorkerConfig
 from roll_td.config.classes import import_class
 from roll_td.distributed.topology import RankInfo, rank_infos, role_groups
 from roll_td.placement import RolePlacement, place
-from roll_td.plan import StepPlan, default_plan, local
+from roll_td.plan import StepPlan, default_plan, local, token_plan
 from roll_td.protocol import DataProto
 from roll_td.runtime import dispatch
 from roll_td.runtime.batches import Batch
@@ -282,8 +282,12 @@ class Cluster:
             )
         if plans or not found or not self._topology.steps_together:
             return plans[0] if plans else None
-        micro = self._topology.micro_batch_size
-        return default_plan(len(found[0]), self.dp_size, micro, _denominators(found[0]))
+        data, topology = found[0], self._topology
+        if topology.micro_batch_tokens is not None and "lengths" in data:
+            lengths, most = data["lengths"].tolist(), topology.micro_batch_tokens
+            return token_plan(lengths, self.dp_size, most, _denominators(data))
+        micro = topology.micro_batch_size
+        return default_plan(len(data), self.dp_size, micro, _denominators(data))
 
     def _shards(self, batch: Batch, mode: Dispatch, plan: StepPlan | None) -> list[Outgoing]:
         rows = dispatch.shard_rows(self.dp_size, batch.num_rows, plan)

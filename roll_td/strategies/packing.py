@@ -7,9 +7,9 @@ out in the same order, so that what is computed from them does not know which it
 
 transformers keeps the rows of a line apart by the restart of position_ids, if it gets no mask.
 flash_attention_2 then computes each row for itself. sdpa and eager get a mask over all pairs of
-tokens of the line, right, but slower than padding where rows are long (8 rows of up to 1,024
-tokens, one layer of SmolLM2 on CPU: 12.6 s, padded 8.6 s). `attend_row_by_row` takes the place of
-sdpa and computes what that mask leaves over, without making it (4.0 s).
+tokens of the line: right, but on a CPU a layer of SmolLM2 takes 1.46 times as long with it as
+padded (8 rows of 128 to 1,024 tokens, forward and backward). `attend_row_by_row` takes the place
+of sdpa and computes what that mask leaves over, without making it: 0.46 times.
 """
 
 from __future__ import annotations

@@ -25,7 +25,15 @@ class ModelWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def do_checkpoint(self, folder: str) -> None:
-        """Write the strategy's state, and this rank's random states, to the role's folder."""
+        """Write the strategy's state, and this rank's random states, to the role's folder.
+
+        ValueError if the folder that the driver has made is not there.
+        """
+        if not Path(folder).is_dir():
+            raise ValueError(
+                f"{folder} is not there on {self.context.host}: ranks on several nodes write one "
+                "checkpoint; set output_dir to a folder on a file system that they share"
+            )
         try:
             self.strategy.save_checkpoint(Path(folder))
         except (

@@ -26,7 +26,7 @@ def run(folder: Path, pipeline: str, timeout_s: float) -> str:
         args = {"strategy_name": "fsdp2_train", "strategy_config": settings}
         roles[name] = {"device_mapping": devices, "strategy_args": args, "worker_cls": TRAINER}
     model = {"config": {"model_type": "qwen3"}}  # each scenario makes its own
-    config = write_config(folder, f"training_scenarios.{pipeline}", roles=roles, model=model)
+    config = write_config(folder, pipeline, roles=roles, model=model)
     ended = roll_td_run(config).finish(timeout_s)
     assert ended.code == 0, ended.out
     return ended.out
@@ -34,9 +34,9 @@ def run(folder: Path, pipeline: str, timeout_s: float) -> str:
 
 @pytest.mark.timeout(240)
 def test_every_world_gives_the_numbers_of_plain_pytorch(tmp_path: Path) -> None:
-    assert "PARITY CHECKED" in run(tmp_path, "Parity", 220)
+    assert "PARITY CHECKED" in run(tmp_path, "training_scenarios.Parity", 220)
 
 
 @pytest.mark.timeout(240)
 def test_states_leave_and_come_back_bit_equal(tmp_path: Path) -> None:
-    assert "STATES CHECKED" in run(tmp_path, "States", 220)
+    assert "STATES CHECKED" in run(tmp_path, "training_states.States", 220)

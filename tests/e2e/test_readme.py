@@ -1,5 +1,6 @@
 """The README's own pipeline, run as the README says."""
 
+import json
 import os
 import re
 import subprocess
@@ -7,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -81,10 +83,14 @@ def test_a_failure_ends_the_job_and_names_the_place(folder: Path) -> None:
     ]
 
 
-def test_the_first_command_comes_early() -> None:
-    line = README.splitlines().index("pip install torch==2.13.0 && pip install -e .") + 1
+def test_the_first_commands_come_early() -> None:
+    lines = README.splitlines()
+    line = lines.index("pip install torch==2.13.0 && pip install -e .") + 1
     assert line < 25
-    assert README.splitlines()[line] == "roll-td run configs/transform/transform.yaml"
+    assert lines[line : line + 2] == [
+        "roll-td run configs/transform/transform.yaml",
+        "roll-td run configs/sft/tiny.yaml",
+    ]
 
 
 def test_the_first_command_runs(tmp_path: Path) -> None:
@@ -92,3 +98,21 @@ def test_the_first_command_runs(tmp_path: Path) -> None:
     ended = run(tmp_path, "-m", "roll_td.cli", "run", str(config))
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "step 2/3" in ended.stderr
+
+
+def test_your_own_data_and_model(tmp_path: Path) -> None:
+    """The second command of the README is that of test_sft."""
+    command = "roll-td run configs/sft/sft.yaml model.path=my-model data.train=my.jsonl"
+    assert command in README.splitlines()
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "configs/sft/tiny/tokenizer")
+    fields = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": len(tokenizer)}
+    model = AutoModelForCausalLM.from_config(Qwen3Config(**fields, **heads))
+    model.save_pretrained(tmp_path / "my-model")
+    tokenizer.save_pretrained(tmp_path / "my-model")
+    turns = [{"role": "user", "content": "1+2"}, {"role": "assistant", "content": "3"}]
+    (tmp_path / "my.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    _, verb, config, *overrides = command.split()
+    ended = run(tmp_path, "-m", "roll_td.cli", verb, str(ROOT / config), *overrides, "max_steps=2")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "step 1/2" in ended.stderr

@@ -24,19 +24,26 @@ from roll_td.config.algorithm import (
 from roll_td.config.classes import import_object
 from roll_td.config.functions import (
     ADVANTAGES,
+    DIVERGENCES,
     POLICY_LOSSES,
+    PREFERENCE_LOSSES,
     AdvantageArgs,
+    DivergenceArgs,
     Function,
     GrpoSettings,
     Level,
     PolicyLossArgs,
+    PreferenceLossArgs,
 )
 from roll_td.config.load import load
 from roll_td.config.model import GenerationConfig
 from roll_td.config.schema import ConfigError, read
 
-TABLES = {"advantage": ADVANTAGES, "policy_loss": POLICY_LOSSES}
-ROWS = [row for table in TABLES.values() for row in table.values()]
+ROWS = [
+    row
+    for table in (ADVANTAGES, POLICY_LOSSES, PREFERENCE_LOSSES, DIVERGENCES)
+    for row in table.values()
+]
 
 
 def config(**given: Any) -> AlgorithmConfig:
@@ -258,3 +265,18 @@ def test_names_of_one_choice_are_not_those_of_another() -> None:
         AdvantageArgs("ppo")
     with pytest.raises(ConfigError, match="'gae': is none of ppo, cispo, reinforce"):
         PolicyLossArgs("gae")
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "message"),
+    [
+        (PreferenceLossArgs, {"beta": 0}, "beta=0.0: must be above 0"),
+        (PreferenceLossArgs, {"label_smoothing": 0.5}, "label_smoothing=0.5: must be at least 0 a"),
+        (DivergenceArgs, {"skew": 0.1}, "settings.skew: is not a key"),
+    ],
+)
+def test_settings_of_pairs_and_teachers(make: Any, settings: dict[str, Any], message: str) -> None:
+    assert make().path.endswith((".sigmoid", ".forward_kl"))
+    with pytest.raises(ConfigError) as caught:
+        make(settings=settings)
+    assert message in str(caught.value)

@@ -120,3 +120,23 @@ def test_data_parallel_and_a_single_worker() -> None:
 def test_wrong_degrees_are_named(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"{name}={value!r} must be an integer of at least 1"):
         Topology(**{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shard", [1, 2])
+def test_hybrid_sharding_has_copies_of_the_model(shard: int) -> None:
+    topology = Topology(dp=4, shard=shard)
+    groups = role_groups(topology)
+    copies = {1: ((0,), (1,), (2,), (3,)), 2: ((0, 1), (2, 3))}[shard]
+    assert groups["shard"] == copies
+    assert groups["replicate"] == tuple(zip(*copies, strict=True))
+    assert mesh_shape(topology) == (("replicate", "shard"), (4 // shard, shard))
+
+
+def test_one_copy_of_the_model_is_no_hybrid() -> None:
+    assert "shard" not in role_groups(Topology(dp=4, shard=4))
+    assert mesh_shape(Topology(dp=4, shard=4)) == (("dp",), (4,))
+
+
+def test_copies_of_a_model_have_equal_parts() -> None:
+    with pytest.raises(ValueError, match="shard=3 must divide dp=4"):
+        Topology(dp=4, shard=3)

@@ -80,6 +80,14 @@ class Steps(Planned):
         return Topology(dp=2, tp=2, steps_together=True, micro_batch_size=2)
 
 
+class ByTokens(Planned):
+    """Ranks step together on micro-batches of 9 tokens."""
+
+    @classmethod
+    def topology(cls, worker_config: WorkerConfig) -> Topology:
+        return Topology(dp=2, tp=2, steps_together=True, micro_batch_tokens=9)
+
+
 class Grid(Planned):
     @classmethod
     def topology(cls, worker_config: WorkerConfig) -> Topology:
@@ -167,6 +175,18 @@ def test_the_default_plan_counts_tokens_where_there_is_a_mask(role: MakeRole) ->
     assert cluster.plan_of(DataProto(both))[0][3] == {"rows": 2.0, "tokens": 1.0}
     del both["response_mask"]
     assert cluster.plan_of(DataProto(both))[1][3] == {"rows": 2.0, "tokens": 3.0}
+
+
+def test_the_default_plan_cuts_by_tokens_where_the_role_says_how_many(role: MakeRole) -> None:
+    cluster = role(ByTokens, 4)
+    lengths = [5, 1, 9, 3, 3, 6]
+    data = DataProto({"x": torch.arange(6), "lengths": torch.tensor(lengths)})
+    tokens = [
+        [sum(lengths[rows[i]] for i in part) for part in micro_batches]
+        for rows, micro_batches, _, _ in cluster.plan_of(data)
+    ]
+    assert tokens == [[9, 6], [6, 6]]  # 9 at most, and about as many on each rank
+    check_rows(cluster, numbered(6))  # without lengths by rows
 
 
 @st.composite

@@ -76,3 +76,19 @@ def test_a_checkpoint_holds_the_strategys_state_and_the_ranks_draws(
     worker.load_checkpoint(str(tmp_path))  # as of fewer ranks
     name = tmp_path.name
     assert worker.strategy.saved == [f"saved {name}", f"loaded {name}", f"loaded {name}"]
+
+
+def test_a_folder_that_only_the_driver_sees_is_refused(worker: SFTWorker, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"gone is not there on .* file system that they share"):
+        worker.do_checkpoint(str(tmp_path / "gone"))
+    assert not worker.strategy.saved
+
+
+def test_a_write_that_fails_says_how_much_room_there_is(worker: SFTWorker, tmp_path: Path) -> None:
+    def fail(folder: Path) -> None:
+        raise RuntimeError("unexpected pos 704 vs 598")
+
+    worker.strategy.save_checkpoint = fail
+    with pytest.raises(RuntimeError, match="unexpected pos") as caught:
+        worker.do_checkpoint(str(tmp_path))
+    assert caught.value.__notes__[0].startswith(f"writing {tmp_path} failed; ")

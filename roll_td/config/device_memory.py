@@ -1,0 +1,171 @@
+"""Whether the roles of a config fit into its devices, by the estimates of roll_td.config.memory.
+
+What stays adds up over the roles of a device. What comes and goes with a call does not: a rank
+executes one command at a time, so the role that holds the most while it works counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from roll_td.config.base import BaseConfig, WorkerConfig, roles
+from roll_td.config.classes import import_object
+from roll_td.config.data import DataConfig
+from roll_td.config.memory import Load, RoleMemory
+from roll_td.config.model import ModelConfig
+from roll_td.config.model_size import model_size
+from roll_td.config.schema import Problem
+
+PARTS = {
+    "weights_mb": "weights",
+    "optimizer_mb": "optimizer",
+    "gradients_mb": "gradients",
+    "activations_mb": "activations",
+    "buffers_mb": "buffers",
+    "kv_cache_mb": "KV cache",
+}
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """What the roles on some devices take of each of these."""
+
+    devices: tuple[int, ...]
+    """Devices that have the same roles; none: a role on CPUs."""
+    roles: dict[str, RoleMemory]
+    """By the role's name."""
+
+    @property
+    def peak_mb(self) -> float:
+        """All that stays, and the most that one role holds beside it."""
+        stays = sum(role.resident_mb for role in self.roles.values())
+        return stays + max(role.working_mb for role in self.roles.values())
+
+
+def memory_by_device(config: BaseConfig) -> tuple[list[DeviceMemory], list[str]]:
+    """What is taken of each device; and of which roles this can't be told, with the reason.
+
+    Roles whose strategy has no model are left out.
+    """
+    known: dict[str, RoleMemory] = {}
+    unknown = []
+    by_device: dict[int, list[str]] = {}
+    for name, role in roles(config).items():
+        try:
+            memory = role_memory(config, role)
+        except ValueError as error:
+            unknown.append(f"memory of {name} is not known: {error}")
+            continue
+        if memory is not None:
+            known[name] = memory
+            # a worker lives on the first of its devices
+            devices = role.device_mapping if isinstance(role.device_mapping, list) else []
+            for device in devices[:: role.num_gpus_per_worker]:
+                by_device.setdefault(device, []).append(name)
+    alike: dict[tuple[str, ...], list[int]] = {}
+    for device, names in sorted(by_device.items()):
+        alike.setdefault(tuple(names), []).append(device)
+    on_cpus = [(name,) for name in known if not any(name in names for names in alike)]
+    taken = [
+        DeviceMemory(tuple(alike.get(names, ())), {name: known[name] for name in names})
+        for names in [*alike, *on_cpus]
+    ]
+    return taken, unknown
+
+
+def role_memory(config: BaseConfig, role: WorkerConfig) -> RoleMemory | None:
+    """What a role takes of one device; None without a model. ValueError if it can't be told."""
+    row = role.strategy_args.row if role.strategy_args else None
+    if row is None or row.memory is None:
+        return None
+    model = role.model or getattr(config, "model", None)
+    if not isinstance(model, ModelConfig):
+        raise ValueError("it has no model; set its own or the pipeline's")
+    memory: RoleMemory = import_object(row.memory)(role, model, model_size(model), _load(config))
+    return memory
+
+
+def _load(config: BaseConfig) -> Load:
+    data = getattr(config, "data", None)
+    if not isinstance(data, DataConfig):
+        raise ValueError("the config has no data.max_length, which says how long rows are")
+    responses = [
+        role.generation.max_new_tokens
+        for role in roles(config).values()
+        if role.strategy_args and role.strategy_args.row.generates
+    ]
+    if responses:
+        return Load(data.max_length, data.max_length + max(responses))
+    return Load(data.max_length, data.max_length, getattr(config, "batch_size", None))
+
+
+def memory_problems(config: BaseConfig, taken: Sequence[DeviceMemory]) -> list[Problem]:
+    """Where roles don't fit into device_memory_gb."""
+    limit_gb = config.device_memory_gb
+    return [
+        Problem("device_memory_gb", f"{limit_gb:g}", _needs(some), _way_out(config, some.roles))
+        for some in taken
+        if limit_gb is not None and some.devices and some.peak_mb > limit_gb * 1024
+    ]
+
+
+def _needs(some: DeviceMemory) -> str:
+    stays = ", ".join(f"{name} {_gb(role.resident_mb)}" for name, role in some.roles.items())
+    name, most = max(some.roles.items(), key=lambda item: item[1].working_mb)
+    return (
+        f"is less than the {_gb(some.peak_mb)} GB that device {_ranges(some.devices)} needs: "
+        f"what stays ({stays}) and what {name} holds while it works ({_gb(most.working_mb)})"
+    )
+
+
+def _way_out(config: BaseConfig, of: dict[str, RoleMemory]) -> str:
+    """What to do about the largest part."""
+    sizes = {(name, part): getattr(of[name], part) for name in of for part in PARTS}
+    name, part = max(sizes, key=lambda key: sizes[key])
+    role = roles(config)[name]
+    assert role.strategy_args is not None
+    if part == "kv_cache_mb":
+        fix = f"lower {name}.strategy_args.strategy_config.batch_size"
+    elif part == "activations_mb":
+        fix = f"lower {name}.training.micro_batch_size or max_tokens_per_micro_batch"
+        if not role.training.gradient_checkpointing:
+            fix += f", set {name}.training.gradient_checkpointing: true"
+    else:
+        fix = f"shard {name} over more devices"
+        fix += ", train adapters (model.lora)" if role.strategy_args.row.trains else ""
+    return f"{fix}, or give each role devices of its own" if len(of) > 1 else fix
+
+
+def memory_table(taken: Sequence[DeviceMemory]) -> str:
+    """The estimate as text: a line for each role on devices that have the same roles, and one for
+    several together; empty if there is none."""
+    if not taken:
+        return ""
+    rows = [["memory in GB", "device", *PARTS.values(), "peak"]]
+    for some in taken:
+        device = _ranges(some.devices) or "-"
+        for name, role in some.roles.items():
+            sizes = [getattr(role, part) for part in PARTS]
+            cells = [_gb(size) if size else "-" for size in [*sizes, role.peak_mb]]
+            rows.append([name, device, *cells])
+        if len(some.roles) > 1:
+            rows.append(["together", device, *[""] * len(PARTS), _gb(some.peak_mb)])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = (zip(row, widths, strict=True) for row in rows)
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in line).rstrip() for line in lines)
+
+
+def _gb(size_mb: float) -> str:
+    return f"{size_mb / 1024:.2f}" if size_mb >= 0.01 * 1024 else "<0.01"
+
+
+def _ranges(devices: Sequence[int]) -> str:
+    """As a device_mapping is written: 0-3,6."""
+    spans: list[list[int]] = []
+    for device in devices:
+        if spans and device == spans[-1][1] + 1:
+            spans[-1][1] = device
+        else:
+            spans.append([device, device])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
