@@ -99,8 +99,12 @@ class JsonlTracker:
             )
         numbers = {key: _json_number(number) for key, number in _floats(values).items()}
         record = {"step": operator.index(step), "time": time.time(), **numbers}
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(record, allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            error.filename = self._file.name  # a full disk does not say which
+            raise
 
     def position(self) -> int:
         """Bytes of the file, all of them on the disk."""

@@ -93,12 +93,8 @@ def gae(
     policy's next, whatever lies between; after the last the value is 0.
     """
     _, mask = _outcomes(token_level_rewards, response_mask)
-    values = keep(values, mask).double()
-    packed, order = _pack(values, mask)
-    following = torch.nn.functional.pad(packed[:, 1:], (0, 1))
-    next_values = torch.zeros_like(values).scatter(1, order, following)
-    errors = keep(token_level_rewards.double() + gamma * next_values - values, mask)
-    advantages = _to_go(errors, mask, gamma * lam)
+    rewards, values = keep(token_level_rewards, mask).double(), keep(values, mask).double()
+    advantages = _advantages(rewards, values, mask, gamma, lam)
     return {"advantages": advantages.float(), "returns": (advantages + values).float()}
 
 
@@ -118,20 +114,20 @@ def _everywhere(of_rows: Tensor, mask: Tensor) -> Tensor:
     return keep(of_rows[:, None].float().expand(mask.shape), mask)
 
 
-def _pack(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """What the mask keeps of each row, moved to its front, 0 behind; and where it came from."""
-    order = mask.byte().argsort(dim=1, descending=True, stable=True)
-    return keep(values, mask).gather(1, order), order
+def _advantages(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> Tensor:
+    """Generalised advantages, float64 (B, T), of rewards and values that are 0 outside the mask."""
+    columns = (table.T.contiguous() for table in (rewards, values, mask))
+    following = running = torch.zeros(len(mask), dtype=torch.float64, device=mask.device)
+    steps = []
+    for reward, value, here in reversed([*zip(*columns, strict=True)]):
+        error = reward + gamma * following - value
+        running = torch.where(here, error + gamma * lam * running, running)
+        following = torch.where(here, value, following)
+        steps.append(running)
+    return keep(torch.stack(steps[::-1]).T, mask)
 
 
-def _to_go(values: Tensor, mask: Tensor, decay: float) -> Tensor:
-    """Σ over the tokens of the mask from t on of decay^(such tokens since t) · value, float64.
-
-    Sums over 1, 2, 4, … tokens are made of the ones before, as a loop over tokens is slow.
-    """
-    total, order = _pack(values.double(), mask)
-    reach = 1
-    while reach < total.shape[1]:
-        ahead = torch.nn.functional.pad(total[:, reach:], (0, reach))
-        total, reach = total + decay**reach * ahead, reach * 2
-    return keep(torch.zeros_like(total).scatter(1, order, total), mask)
+def _to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    """The rewards still to come, float64 (B, T): advantages over a critic that expects nothing."""
+    rewards = keep(rewards, mask).double()
+    return _advantages(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)

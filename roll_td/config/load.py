@@ -71,11 +71,13 @@ def check_config(path: str | Path, overrides: Sequence[str] = ()) -> Checked:
         problems += more
     reading: Reading[BaseConfig] = read(cls, data)
     problems += reading.problems
-    roles = role_sections(reading.fields)
+    # the config class may have roles of its own beside those in the file
+    fields = reading.fields if reading.value is None else vars(reading.value)
+    roles = role_sections(fields)
     if reading.value is None:
         problems += [p for p in _base_problems(reading.fields, roles) if p not in problems]
     sizes = ("num_nodes", "num_gpus_per_node", "num_cpu_ranks_per_node")
-    given = {name: reading.fields[name] for name in sizes if name in reading.fields}
+    given = {name: fields[name] for name in sizes if name in fields}
     try:
         size = job_size(roles.values(), **given)
     except ConfigError:

@@ -74,7 +74,7 @@ class Driver:
         self.layout, self.hub, self.transport = layout, hub, transport
         self.fail, self.places, self.seed = fail, places, seed
         self.transfer_timeout_s = transfer_timeout_s
-        self._step = 0
+        self._step = self._highest_step = 0
         self.trace: TraceWriter | None = None
         self.failed: Cause | None = None
         self.pickled = 0
@@ -117,7 +117,9 @@ class Driver:
     @step.setter
     def step(self, step: int) -> None:
         self._step = step
-        self._counts.clear()
+        if step > self._highest_step:  # a step that comes again goes on counting
+            self._highest_step = step
+            self._counts.clear()
 
     def count_call(self, role: str, method: str) -> int:
         """How often this method was called in this step before."""
@@ -165,12 +167,12 @@ class Driver:
                 shares = self._expect(call, mine, told)
                 own = pickle.dumps(shares, 5) if mine else b""
                 owns[key] = own, [chunk for o in mine for chunk in o.inline()]
+            self._running[rank][call.number] = call  # before its answer can come
             self.hub.sender(rank).send(Kind.COMMAND, head, *owns[key])
-            self._running[rank][call.number] = call
         hold = pickle.dumps((call.number, "hold", {}), 5) if call.owned else b""
         for rank in call.owned:
-            self.hub.sender(rank).send(Kind.COMMAND, hold)
             self._running[rank][call.number] = call
+            self.hub.sender(rank).send(Kind.COMMAND, hold)
         for at_once in call.sent_at_once:
             self.sending.ready(at_once)
 
@@ -230,8 +232,8 @@ class Driver:
         running = (f"{call.role}.{call.method}" for call in list(self._running[rank].values()))
         doing = ", ".join(running) or "nothing"
         text = (
-            f"rank {rank} died without a word (killed, out of memory, or a crash in native "
-            f"code); commands it had not answered: {doing}"
+            f"rank {rank} died without a word (killed, out of memory, a crash in native code), or "
+            f"its machine can't be reached; commands it had not answered: {doing}"
         )
         return Cause("death", "", None, rank, host, doing, text, time.time())
 

@@ -142,6 +142,7 @@ class TraceWriter:
             self._flush()
             self._put("\n]\n")
         except OSError as error:
+            error.filename = self._file.name  # a full disk does not say which
             self._error = error
         self._file.close()
 

@@ -36,9 +36,8 @@ class ModelWorker(Worker):
             )
         try:
             self.strategy.save_checkpoint(Path(folder))
-        except (
-            BaseException
-        ) as error:  # torch's own is no Exception, and says little of a full disk
+        except BaseException as error:
+            # torch's own error is no Exception, and of a full disk it says nothing
             free_mb = shutil.disk_usage(folder).free / 1e6
             error.add_note(f"writing {folder} failed; {free_mb:.0f} MB are free there")
             raise
