@@ -118,10 +118,10 @@ def _kl(of: Tensor, to: Tensor) -> Tensor:
 
 
 def _mix(first: Tensor, second: Tensor, share: float) -> Tensor:
-    """log(share exp(first) + (1 - share) exp(second)) of log-probs."""
+    """log(share exp(first) + (1 - share) exp(second)) of log-probs; finite where both are -inf, as
+    there logaddexp has no gradient and _kl leaves the entry out."""
     if share in (0, 1):
         return first if share else second
     none = (first == -math.inf) & (second == -math.inf)
     first, second = first.masked_fill(none, 0), second.masked_fill(none, 0)
-    mixed = torch.logaddexp(first + math.log(share), second + math.log1p(-share))
-    return mixed.masked_fill(none, -math.inf)
+    return torch.logaddexp(first + math.log(share), second + math.log1p(-share))

@@ -18,5 +18,5 @@ def pass_at_k(samples: Tensor, correct: Tensor, *, k: int) -> Tensor:
         raise ValueError(f"k={k}: want 1 to {fewest}, the fewest samples of a prompt")
     drawn = torch.arange(k, dtype=torch.float64, device=samples.device)
     wrong = (samples - correct).double()[:, None]
-    # C(w, k) / C(n, k) = Π (w - i) / (n - i); with w < k one factor is 0, the rest don't matter
-    return 1 - ((wrong - drawn) / (samples.double()[:, None] - drawn)).clamp(min=0).prod(-1)
+    # C(w, k) / C(n, k) = Π (w - i) / (n - i), i from 0 to k - 1; with w < k one factor is 0
+    return 1 - ((wrong - drawn) / (samples.double()[:, None] - drawn)).prod(-1)

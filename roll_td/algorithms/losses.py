@@ -70,7 +70,7 @@ def cispo(
 
     clip_low None: no lower bound, as in the paper. ratio_level: as in ppo.
     """
-    ratio = ratios(log_probs.detach(), old_log_probs, response_mask, level=ratio_level)
+    ratio = ratios(log_probs, old_log_probs, response_mask, level=ratio_level)
     lowest = 0.0 if clip_low is None else 1 - clip_low
     weight = ratio.clamp(lowest, 1 + clip_high)
     shares = {"clip_low_fraction": ratio < lowest, "clip_high_fraction": ratio > 1 + clip_high}

@@ -70,9 +70,10 @@ def test_n1_equal_rewards_get_exactly_0():
 
 
 def test_equal_sums_of_unequal_tokens_get_exactly_0():
-    rewards = torch.tensor([[0.1, 0.2], [0.1, 0.2], [0.1, 0.2]])
-    mask = torch.ones(3, 2, dtype=torch.bool)
-    ours = advantages.grpo(rewards, mask, torch.zeros(3, dtype=int), scale="group", ddof=1)
+    # a sum in float64 whose mean over 15 rows is not that sum
+    rewards = torch.tensor([[1.0, -3.3e-6, 1.7e-9, 0.1]] * 15)
+    mask, ids = torch.ones(15, 4, dtype=torch.bool), torch.zeros(15, dtype=torch.int64)
+    ours = advantages.grpo(rewards, mask, ids, scale="group", ddof=1)
     assert not ours["advantages"].any()
 
 

@@ -1,3 +1,6 @@
+import itertools
+import random
+
 import pytest
 import torch
 
@@ -186,17 +189,51 @@ def test_finished_rows_leave_the_batch_and_waiting_ones_enter():
     assert len(seen) < 0.75 * sum(max(len(s.tokens) for s in got[i : i + 8]) for i in (0, 8, 16))
 
 
-def test_what_lies_in_unused_memory_does_not_matter(monkeypatch):
-    """0 · NaN is NaN: columns that a mask hides must still hold numbers."""
-    policy, config = model(), GenerationConfig(max_new_tokens=30)
-    want = responses(policy, prompts(), config, [3, 4], batch_size=4)
+def of_rows(rows):
+    """Keys and values of right-padded prompts: in layers 0 and 2, two heads, sizes 1 and 3."""
+    states = generation.KeyValues()
+    padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+    for layer in (0, 2):
+        keys = (padded + 10_000.0 * layer)[:, None, :, None].expand(-1, 2, -1, 1)
+        states.append(layer, keys, keys.expand(-1, -1, -1, 3) + 0.5)
+    return states
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_slots_hold_each_row_s_own_states_and_no_stray_number(seed, monkeypatch):
+    """0 · NaN is NaN: columns that a mask hides must hold numbers, not unused memory."""
     empty = torch.Tensor.new_empty
     monkeypatch.setattr(
         torch.Tensor, "new_empty", lambda self, *size: empty(self, *size).fill_(torch.nan)
     )
-    got = responses(policy, prompts(), config, [3, 4], batch_size=4)
-    assert [s.tokens for s in got] == [s.tokens for s in want]
-    assert [s.log_probs for s in got] == [s.log_probs for s in want]
+    draw = random.Random(seed)
+    slots, rows, numbers = generation.Slots(), [], itertools.count(1)
+    for _ in range(120):
+        action = draw.choice(["place", "drop", "step", "step", "step", "step"])
+        if action == "place" and len(rows) < 6:
+            new = [[next(numbers) for _ in range(draw.randint(1, 12))] for _ in range(3)]
+            picked = [draw.randrange(3) for _ in range(draw.randint(1, 3))]
+            slots.place(of_rows(new), picked, [len(new[number]) for number in picked])
+            rows += [list(new[number]) for number in picked]
+        elif action == "drop" and rows:
+            row = draw.randrange(len(rows))
+            slots.drop(row)
+            rows[row] = rows[-1]
+            rows.pop()
+            slots.narrow(max(map(len, rows), default=0))
+        elif action == "step" and rows:
+            slots.reserve()
+            for row in rows:
+                row.append(next(numbers))
+            for layer, states in of_rows([[row[-1]] for row in rows]).layers.items():
+                keys, values = slots.append(layer, *states)
+                assert keys.isfinite().all()
+                assert values.isfinite().all()
+                for row, own in enumerate(rows):
+                    want = torch.tensor(own) + 10_000.0 * layer
+                    assert torch.equal(keys[row, 1, -len(own) :, 0], want)
+                    assert torch.equal(values[row, 0, -len(own) :, 2], want + 0.5)
+            slots.end += 1
 
 
 def test_a_sampled_padding_token_is_a_token():
@@ -252,6 +289,15 @@ def test_a_stop_string_is_looked_for_in_a_short_tail_only():
     stop.strings = ["uvwxyz"]  # longer than the 4 that Stop was told of, yet in the tail
     sample.tokens += range(26)
     assert stop.reason(sample) == "stop"
+
+
+def test_a_stop_string_may_have_tokens_of_any_length():
+    words = ["w" * 100, "q", "x" * 60, "y", "z"]
+    stop = Stop([], ["q" + words[2] + "yz"], lambda ids: "".join(words[token] for token in ids))
+    sample = Sample(most_tokens=100)
+    for token in range(5):
+        sample.tokens.append(token)
+        assert stop.reason(sample) == ("stop" if token == 4 else "")
 
 
 def test_a_stop_string_in_characters_cut_over_tokens():
