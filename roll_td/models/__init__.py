@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
+    AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -136,6 +137,12 @@ class KeyValueStore(Protocol):
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Take those of new tokens, (b, heads, t, size); return those of all, in this order."""
+
+
+def attend_with(model: Any, name: str, attention: Callable[..., Any]) -> None:
+    """Have the model compute attention by our function; transformers knows it by `name`."""
+    AttentionInterface.register(name, attention)
+    model.set_attn_implementation(name)
 
 
 def cache_in(model: Any, store: KeyValueStore) -> Cache:

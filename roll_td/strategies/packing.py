@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
 
 from roll_td import models
 from roll_td.algorithms import functional
@@ -124,8 +123,7 @@ def keep_rows_apart(model: Any) -> bool:
     attention = model.config._attn_implementation
     wants_lengths = attention == "sdpa" and kinds <= {"full_attention", "sliding_attention"}
     if wants_lengths:
-        AttentionInterface.register(ROW_BY_ROW, attend_row_by_row)
-        model.set_attn_implementation(ROW_BY_ROW)
+        models.attend_with(model, ROW_BY_ROW, attend_row_by_row)
     mixes = sorted(kinds - {"full_attention", "sliding_attention", "chunked_attention"})
     runs_here = attention in ("sdpa", "eager")
     if mixes or (runs_here and _error(model, wants_lengths) > MOST_ERROR):
