@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK_BYTES = 64 << 20
-"""Of float32 logits at once."""
+"""Of float32 logits at once, and of as much memory to work in. On a CPU (V 49152, H 576) a quarter
+of it takes 1.14 times as long, and twice as much is no faster."""
 
 
 class Head(NamedTuple):
@@ -103,8 +104,8 @@ def _entropy(
 
 
 def _softmax(logits: Tensor, memory: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """p, in memory, and what makes log p = logits - most + log(most likely p). Not logsumexp, nor
-    exp of log_softmax: on a CPU both take 5 to 20 times as long."""
+    """p, in memory, and what makes log p = logits - most + log(most likely p). On a CPU logsumexp
+    takes 5 times as long, and so does exp where p is often too small for a normal number."""
     p = torch.softmax(logits, -1, out=memory)
     return p, (logits.amax(-1, keepdim=True), p.amax(-1, keepdim=True).log())
 
@@ -172,7 +173,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *(None if g is None else g * grad for g in ctx.saved_tensors), None
+        return None, *(None if g is None else g.mul_(grad) for g in ctx.saved_tensors), None
 
 
 def _values_and_grads(

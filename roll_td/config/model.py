@@ -99,6 +99,9 @@ class GenerationConfig:
             top_k=(0, None),
             num_return_sequences=(1, None),
         )
+        if "" in self.stop:
+            rule = "is in every text, so each response would end at its first token"
+            raise ConfigError([Problem("stop", "''", rule, "leave it out")])
         if self.top_p == 0:
             rule = "keeps no token; must be above 0"
             raise ConfigError([Problem("top_p", "0", rule, "use temperature: 0 for greedy")])

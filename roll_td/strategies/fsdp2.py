@@ -37,11 +37,12 @@ from roll_td.strategies.base import (
     StrategyContext,
     TrainStrategy,
 )
+from roll_td.strategies.operations import Operations
 
 STATES = ("model", "optimizer", "gradients")
 
 
-class Fsdp2Infer(InferenceStrategy):
+class Fsdp2Infer(Operations, InferenceStrategy):
     """A sharded model that gives log-probs and entropies."""
 
     def __init__(self, context: StrategyContext) -> None:
@@ -102,22 +103,6 @@ class Fsdp2Infer(InferenceStrategy):
                     parts.append(DataProto.from_single_dict(dict(columns)))
         self._reshard()
         return DataProto.concat(parts) if parts else DataProto()
-
-    def op_compute_log_probs(
-        self, output_tensor: Any, input_ids: Tensor, temperature: float = 1.0
-    ) -> Tensor:
-        """float32 (b, T): log p(input_ids[t] | input_ids[:t]) at a temperature above 0; 0 at index
-        0 and in padding. input_ids: int64 (b, T) of the micro-batch."""
-        return packing.log_probs(output_tensor, input_ids, temperature)
-
-    def op_compute_entropy(self, output_tensor: Any, temperature: float = 1.0) -> Tensor:
-        """float32 (b, T): entropy in nats of the distribution that predicts position t; 0 at index
-        0 and in padding."""
-        return packing.entropy(output_tensor, temperature)
-
-    def op_compute_language_loss(self, output_tensor: Any, labels: Tensor) -> Tensor:
-        """float32 scalar: sum of -log p over the labels, int64 (b, T), that are not -100."""
-        return packing.language_loss(output_tensor, labels)
 
     def save_checkpoint(self, folder: Path) -> None:
         """Write this role's state into a folder, each rank its shards. What was offloaded is so

@@ -17,12 +17,13 @@ from roll_td.strategies import packing, sampling, states
 from roll_td.strategies.base import ForwardFunc, InferenceStrategy, ModelProvider
 from roll_td.strategies.batches import by_micro_batch, with_responses
 from roll_td.strategies.generation import Sample, Sampler, Stop
+from roll_td.strategies.operations import Operations
 
 STATES = {"model", "optimizer", "gradients"}
 """What can be named; this strategy has a model alone."""
 
 
-class HfInfer(InferenceStrategy):
+class HfInfer(Operations, InferenceStrategy):
     """A whole model on each worker; the workers have nothing to do with each other."""
 
     def initialize(self, model_provider: ModelProvider) -> None:
@@ -55,22 +56,6 @@ class HfInfer(InferenceStrategy):
         size = self.context.config.training.micro_batch_size
         with torch.no_grad():
             return by_micro_batch(batch, size, self.context.device, columns)
-
-    def op_compute_log_probs(
-        self, output_tensor: Any, input_ids: Tensor, temperature: float = 1.0
-    ) -> Tensor:
-        """float32 (b, T): log p(input_ids[t] | input_ids[:t]) at a temperature above 0; 0 at index
-        0 and in padding. input_ids: int64 (b, T) of the micro-batch."""
-        return packing.log_probs(output_tensor, input_ids, temperature)
-
-    def op_compute_entropy(self, output_tensor: Any, temperature: float = 1.0) -> Tensor:
-        """float32 (b, T): entropy in nats of the distribution that predicts position t; 0 at index
-        0 and in padding."""
-        return packing.entropy(output_tensor, temperature)
-
-    def op_compute_language_loss(self, output_tensor: Any, labels: Tensor) -> Tensor:
-        """float32 scalar: sum of -log p over the labels, int64 (b, T), that are not -100."""
-        return packing.language_loss(output_tensor, labels)
 
     def generate(self, batch: DataProto, generation: GenerationConfig, seed: int) -> DataProto:
         """Responses to prompts: B · n rows, n = generation.num_return_sequences for each in turn.

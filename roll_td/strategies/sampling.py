@@ -50,10 +50,9 @@ def sample(
     """
     log_probs, ids = kept(logits / temperature if temperature != 1 else logits, top_k, top_p)
     cumulative = log_probs.exp().cumsum(-1, dtype=torch.float64)
-    total = cumulative[:, -1]
-    # the product may round up to the total, which no token exceeds
-    wanted = torch.minimum(uniforms * total, total.nextafter(torch.zeros_like(total)))
-    place = torch.searchsorted(cumulative, wanted[:, None], right=True).squeeze(-1)
+    # the product stays below the last one: a number below 1 is so by 2**-53 at least
+    wanted = uniforms[:, None] * cumulative[:, -1:]
+    place = torch.searchsorted(cumulative, wanted, right=True).squeeze(-1)
     return Drawn(place if ids is None else _at(ids, place), _at(log_probs, place))
 
 

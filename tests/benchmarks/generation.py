@@ -6,7 +6,7 @@ The model is that of the quick start (434,048 random weights) unless a folder is
 above 1 says that hf_infer is faster; it is the median of the ratios of the rounds. CPU seconds are
 the measure on a machine that others use too.
 
-equal: all responses have T tokens. varied: they end with one in 50 ids, or after 6 T tokens; what
+equal: all responses have T tokens. varied: they end with one in 20 ids, or after 6 T tokens; what
 is left of a batch of transformers waits for its longest. groups: 8 responses of T tokens to each
 of N / 8 prompts of 96 tokens.
 """
@@ -120,7 +120,7 @@ def main() -> None:
         lengths = torch.randint(least, most + 1, (count,), generator=draws).tolist()
         return [torch.randint(vocabulary, (n,), generator=draws) for n in lengths]
 
-    ends = list(range(0, vocabulary, 50))
+    ends = list(range(0, vocabulary, 20))
     cases: dict[str, tuple[list[torch.Tensor], int, int, list[int]]] = {
         "equal": (prompts(args.prompts, 11, 11), 1, args.tokens, []),
         "varied": (prompts(args.prompts, 7, 15), 1, 6 * args.tokens, ends),

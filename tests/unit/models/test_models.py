@@ -249,6 +249,7 @@ def test_a_gguf_file_gives_model_and_tokenizer(tmp_path):
     write_gguf(file, model, ["<end>", "a", "b", "ab", *(f"t{i}" for i in range(60))])
     again = load_model(ModelConfig(path=str(file)), 1)
     torch.testing.assert_close(hf_logits(again), hf_logits(model), atol=1e-6, rtol=0)
+    assert not hasattr(again.config, "quantization_config")  # else it could not be trained
     half = load_model(ModelConfig(path=str(file), dtype="bfloat16"), 1)
     assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
     export_hf(tmp_path / "out", again, weights(again))

@@ -149,7 +149,10 @@ def test_random_numbers_go_by_seed_and_sample_id():
     named = prompts(sample_id=torch.arange(len(LENGTHS)))
     part = infer.generate(named[4:], config, seed=5)["input_ids"]
     assert torch.equal(part, want[8:, : part.shape[1]])
-    assert not torch.equal(want[0], want[1])
+    # no two samples share a stream, not even of the same prompt in two rows
+    same = prompts()[[2, 2, 2]]
+    responses = infer.generate(same, config, seed=5)["input_ids"][:, LENGTHS[2] :]
+    assert len({tuple(response) for response in responses.tolist()}) == 6
 
 
 def test_greedy_log_probs_are_at_temperature_one():

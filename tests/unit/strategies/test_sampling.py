@@ -27,12 +27,21 @@ def test_top_p_keeps_the_fewest_tokens_that_reach_it_and_gives_their_log_probs()
     assert math.exp(math.log(0.5) - log_probs[0].item()) == pytest.approx(0.8, abs=1e-6)
 
 
-@pytest.mark.parametrize(("top_p", "count"), [(0.01, 1), (0.5, 1), (0.51, 2), (0.81, 3), (0.96, 4)])
+COUNTS = [(1e-7, 1), (0.01, 1), (0.5, 1), (0.51, 2), (0.81, 3), (0.96, 4)]
+
+
+@pytest.mark.parametrize(("top_p", "count"), COUNTS)
 def test_top_p_keeps_at_least_one(top_p, count):
     log_probs, ids = kept(P.log(), top_p=top_p)
     assert log_probs.isfinite().sum() == count
     assert ids[0, :count].tolist() == [0, 1, 2, 3][:count]
     assert log_probs.exp().sum().item() == pytest.approx(1, abs=1e-6)
+
+
+def test_top_p_reached_but_for_rounding_is_reached():
+    """.89 comes out as .8899999986."""
+    log_probs, _ = kept(torch.tensor([[0.89, 0.11]]).log(), top_p=0.89)
+    assert log_probs.isfinite().sum() == 1
 
 
 def test_top_k_then_top_p_with_ids_out_of_order():
@@ -74,6 +83,10 @@ def test_a_token_without_probability_is_never_drawn():
     tokens, log_probs = drawn(logits, [*torch.rand(500).tolist(), 0.0, 1 - 2**-53])
     assert set(tokens.tolist()) == {500, 600}
     assert log_probs.isfinite().all()
+    many = torch.randn(1000, 40, generator=torch.Generator().manual_seed(1))
+    many[:, 30:] = -torch.inf
+    tokens, _ = sample(many, torch.full((1000,), 1 - 2**-53, dtype=torch.float64))
+    assert tokens.tolist() == [29] * 1000
 
 
 def test_each_sample_has_its_own_stream():
