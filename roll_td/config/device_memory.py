@@ -24,6 +24,7 @@ PARTS = {
     "activations_mb": "activations",
     "buffers_mb": "buffers",
     "kv_cache_mb": "KV cache",
+    "allocator_mb": "allocator",
 }
 
 

@@ -1,12 +1,13 @@
 """How much memory a role takes of one of its devices: arithmetic on its config, no torch.
 
-The estimate is of tensors; the context of a driver, libraries and what an allocator can't use
-come on top.
+Counted are tensors, and a share for the allocator; libraries and the context of a driver come on
+top.
 
-1 MB is 2^20 bytes, 1 GB 1,024 MB. Bytes kept per token follow the list of Korthikanti et al. 2022
-(arXiv:2205.05198, section 4.1), made again for layers of the Llama kind as transformers writes
-them and for attention that keeps no scores (Dao et al. 2022, arXiv:2205.14135), by which tensors
-autograd was seen to keep.
+1 MB is 2^20 bytes, 1 GB 1,024 MB. The ranks of a copy share weights, gradients and moments (ZeRO,
+Rajbhandari et al. 2020, arXiv:1910.02054, section 5). Bytes kept per token follow the list of
+Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1), made again for layers of the Llama kind as
+transformers writes them and for attention that keeps no scores (Dao et al. 2022,
+arXiv:2205.14135), by which tensors autograd was seen to keep.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ from roll_td.config.model import ModelConfig, TrainingConfig
 from roll_td.config.model_size import ModelSize
 
 MB = 2**20
+ALLOCATOR_SHARE = 0.25
+"""More that is held beside what comes and goes: pieces that were freed and fit nothing that came
+next. Measured on CPUs by tests/benchmarks/memory.py: 0.1 to 0.8 of it by glibc from the second call
+on, near 0 if all that is freed goes back at once."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CHUNK_MB = 64
 """algorithms.functional.CHUNK_BYTES: float32 logits made at once."""
@@ -26,6 +31,8 @@ PREFILL_TOKENS = 8192
 """strategies.generation.PREFILL_TOKENS: of prompts in one forward pass."""
 SPARE_SHARE = 8
 """strategies.generation.SPARE_SHARE: one more column of keys and values in so many."""
+KEEPS_SCORES = "eager"
+"""The attn_implementation of transformers that keeps the scores of all pairs of tokens."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +79,10 @@ class RoleMemory:
     """Weights gathered whole, and gradients before they are cut."""
     kv_cache_mb: float
     """Keys and values of the sequences that are generated."""
+    allocator_mb: float
+    """ALLOCATOR_SHARE of the most that is held at one time of the four above."""
     working_mb: float
-    """The most that is held at one time of the four above."""
+    """This most, with the allocator's share."""
 
     @property
     def resident_mb(self) -> float:
@@ -85,18 +94,20 @@ class RoleMemory:
         """What stays, and the most beside it."""
         return self.resident_mb + self.working_mb
 
-
-def _role_memory(weights: float, optimizer: float, moments: Sequence[Moment]) -> RoleMemory:
-    """From bytes."""
-    return RoleMemory(
-        weights_mb=weights / MB,
-        optimizer_mb=optimizer / MB,
-        gradients_mb=max(m.gradients for m in moments) / MB,
-        activations_mb=max(m.activations for m in moments) / MB,
-        buffers_mb=max(m.buffers for m in moments) / MB,
-        kv_cache_mb=max(m.kv_cache for m in moments) / MB,
-        working_mb=max(m.total for m in moments) / MB,
-    )
+    @classmethod
+    def of(cls, weights: float, optimizer: float, moments: Sequence[Moment]) -> RoleMemory:
+        """From bytes that stay, and all moments at which the most may be held."""
+        most = max(moment.total for moment in moments) / MB
+        return cls(
+            weights_mb=weights / MB,
+            optimizer_mb=optimizer / MB,
+            gradients_mb=max(moment.gradients for moment in moments) / MB,
+            activations_mb=max(moment.activations for moment in moments) / MB,
+            buffers_mb=max(moment.buffers for moment in moments) / MB,
+            kv_cache_mb=max(moment.kv_cache for moment in moments) / MB,
+            allocator_mb=most * ALLOCATOR_SHARE,
+            working_mb=most * (1 + ALLOCATOR_SHARE),
+        )
 
 
 def fsdp2(role: WorkerConfig, model: ModelConfig, size: ModelSize, load: Load) -> RoleMemory:
@@ -106,19 +117,16 @@ def fsdp2(role: WorkerConfig, model: ModelConfig, size: ModelSize, load: Load) -
     assert role.strategy_args is not None and role.world_size is not None
     settings = role.strategy_args.settings
     lora = size.lora_parameters(model.lora) if model.lora else 0
-    weights = size.parameters * DTYPE_BYTES[model.dtype] + lora * 4
-    compute_bytes = DTYPE_BYTES[role.training.compute_dtype or model.dtype]
-    # topology: a group of one is no hybrid, so all ranks share one copy then
-    wanted = settings.fsdp_size or 0
-    shards = wanted if 1 < wanted < role.world_size else role.world_size
-    units = _Units(size, lora, shards, compute_bytes, settings.reshard_after_forward)
-    tokens, is_only = _micro_batch(role, load)
+    shards = settings.fsdp_size or role.world_size
+    weights = (size.parameters * DTYPE_BYTES[model.dtype] + lora * 4) / shards
+    batch = _micro_batch(role, model, size, load)
+    units = _Units(size, lora, shards, batch.width, settings.reshard_after_forward)
     if not role.strategy_args.row.trains:
-        work = _inference_bytes(size, tokens, compute_bytes)
-        return _role_memory(weights / shards, 0, [Moment(0, work, units.in_forward)])
-    trained = lora or size.parameters
-    moments = _training_moments(units, role.training, tokens, trained * 4 / shards, is_only)
-    return _role_memory(weights / shards, trained * 8 / shards, moments)
+        buffers = units.gathered(1 + units.comes_from_others)
+        return RoleMemory.of(weights, 0, [Moment(0, batch.without_gradients, buffers)])
+    trained = (lora or size.parameters) / shards
+    moments = _training_moments(units, batch, role.training, 4 * trained)
+    return RoleMemory.of(weights, 8 * trained, moments)
 
 
 def hf(role: WorkerConfig, model: ModelConfig, size: ModelSize, load: Load) -> RoleMemory:
@@ -126,48 +134,126 @@ def hf(role: WorkerConfig, model: ModelConfig, size: ModelSize, load: Load) -> R
     strategies.generation do it: a full batch, each sequence as long as it may be."""
     assert role.strategy_args is not None
     places = role.strategy_args.settings.batch_size
-    value_bytes = DTYPE_BYTES[model.dtype]
-    token_bytes = size.cache_values_per_token * value_bytes
+    width = DTYPE_BYTES[model.dtype]
+    token_bytes = size.cache_values_per_token * width
     columns = load.prompt_tokens + role.generation.max_new_tokens
     # columns are kept in reserve, and a layer is copied when they are used up
     share = (1 + 1 / SPARE_SHARE) * (1 + 1 / size.num_layers)
     cache = places * columns * token_bytes * share
-    prefilled = min(places * load.prompt_tokens, max(PREFILL_TOKENS, load.prompt_tokens))
+    tokens = min(places * load.prompt_tokens, max(PREFILL_TOKENS, load.prompt_tokens))
+    line = load.prompt_tokens if model.attn_implementation == KEEPS_SCORES else 0
+    prefill = _MicroBatch(size, tokens, width, line)
     logits = places * size.vocab_size * 4
-    tokens, _ = _micro_batch(role, load)
     moments = [
-        Moment(
-            activations=_inference_bytes(size, prefilled, value_bytes),
-            kv_cache=cache + prefilled * token_bytes,
-        ),
+        # a batch has ended, its places are still there, and the next prompts are computed
+        Moment(activations=prefill.layer_work + logits, kv_cache=cache + tokens * token_bytes),
         # logits, their log-probs, probabilities, and float64 sums of these
         Moment(activations=5 * logits, kv_cache=cache),
-        Moment(activations=_inference_bytes(size, tokens, value_bytes)),
+        Moment(activations=_micro_batch(role, model, size, load).without_gradients),
     ]
-    return _role_memory(size.parameters * value_bytes, 0, moments)
+    return RoleMemory.of(size.parameters * width, 0, moments)
 
 
-def _micro_batch(role: WorkerConfig, load: Load) -> tuple[int, bool]:
-    """Tokens of a micro-batch of longest rows, and whether it is the only one of a step."""
+@dataclass(frozen=True)
+class _MicroBatch:
+    """What is computed at once, and how many bytes that takes."""
+
+    size: ModelSize
+    tokens: int
+    width: int
+    """Bytes of a number."""
+    line: int
+    """Tokens that each is compared with by attention that keeps the scores; 0: it keeps none."""
+    is_only: bool = False
+    """Whether a step has no other."""
+
+    @property
+    def low(self) -> int:
+        """Width of what has to be converted from float32; 0: nothing has."""
+        return self.width if self.width < 4 else 0
+
+    @property
+    def hidden(self) -> int:
+        """Hidden states."""
+        return self.tokens * self.size.hidden_size * self.width
+
+    @property
+    def scores(self) -> int:
+        """Scores of a layer's attention: the softmax in float32, and converted."""
+        return self.tokens * self.size.num_heads * self.line * (4 + self.low)
+
+    @property
+    def logits(self) -> float:
+        """Of as many tokens as are done at once, probabilities as many, and a conversion."""
+        chunk = min(CHUNK_MB * MB, 4 * self.tokens * self.size.vocab_size)
+        return chunk * (2 + self.low / 4)
+
+    @property
+    def layer_work(self) -> int:
+        """The most inside a layer without gradients: three results of the MLP, or scores."""
+        inner = self.tokens * self.size.intermediate_size * self.width
+        return 3 * self.hidden + max(3 * inner, 2 * self.scores)
+
+    @property
+    def without_gradients(self) -> float:
+        """The most inside a forward pass: in a layer, or in the head."""
+        return max(self.layer_work, 3 * self.hidden + self.logits)
+
+    def kept(self, is_whole: bool) -> int:
+        """Of a layer until its backward pass; is_whole: with the gradients of all its weights.
+
+        The inputs of norms, in float32; what they were made, for the gradient of the norm's
+        weight; the inputs of linear layers; queries, keys, values; the result of attention, as it
+        comes and joined; what the MLP multiplies.
+        """
+        size = self.size
+        hidden, inner = size.hidden_size, size.intermediate_size
+        query, key = size.num_heads * size.head_dim, size.num_kv_heads * size.head_dim
+        rest = 2 * hidden + 3 * query + 2 * key
+        if sum(linear.outputs == inner for linear in size.linears) == 1:
+            # GPT-2: torch's own norms, which keep their input alone, and GELU in its parts
+            values = 4 * 2 * hidden + self.width * (rest + 5 * inner)
+        else:
+            norms, of_heads = divmod(size.layer_extras, hidden)
+            normed = norms * hidden + (query + key if of_heads else 0)
+            values = 4 * normed + self.width * (normed * is_whole + rest + 4 * inner)
+        return self.tokens * values + self.scores
+
+
+def _micro_batch(
+    role: WorkerConfig, model: ModelConfig, size: ModelSize, load: Load
+) -> _MicroBatch:
+    """A full micro-batch of longest rows."""
     assert role.world_size is not None
     training, row = role.training, load.row_tokens
     tokens = max(training.max_tokens_per_micro_batch or training.micro_batch_size * row, row)
-    if load.batch_rows is None:
-        return tokens, False
-    own = -(-load.batch_rows // role.world_size) * row
-    return min(tokens, own), tokens >= own
+    is_only = False
+    if load.batch_rows is not None:
+        own = -(-load.batch_rows // role.world_size) * row
+        tokens, is_only = min(tokens, own), tokens >= own
+    line = 0
+    if model.attn_implementation == KEEPS_SCORES:
+        line = tokens if training.packing else row
+    width = DTYPE_BYTES[role.training.compute_dtype or model.dtype]
+    return _MicroBatch(size, tokens, width, line, is_only)
 
 
 @dataclass(frozen=True)
 class _Units:
-    """What FSDP gathers and reduces, in bytes."""
+    """What FSDP gathers and reduces."""
 
     size: ModelSize
     lora: int
     """Parameters of the adapters; 0: the weights are trained."""
     shards: int
-    compute_bytes: int
+    width: int
+    """Bytes of a number that is gathered."""
     reshard_after_forward: bool
+
+    @property
+    def comes_from_others(self) -> bool:
+        """A gather then has a copy of its own, or brings the next layer already."""
+        return self.shards > 1
 
     @property
     def root(self) -> int:
@@ -180,62 +266,50 @@ class _Units:
         return self.size.layer_parameters + self.lora / self.size.num_layers
 
     def gathered(self, layers: int) -> float:
-        """The root and so many layers; all of these if they stay whole after the forward pass."""
+        """Bytes of the root and so many layers; of all that stay whole after it."""
         layers = layers if self.reshard_after_forward else self.size.num_layers
-        return self.compute_bytes * (self.root + layers * self.layer)
-
-    @property
-    def in_forward(self) -> float:
-        """The root, a layer, and where it comes from others its gather's own copy."""
-        return self.gathered(1 if self.shards == 1 else 2)
+        return self.width * (self.root + layers * self.layer)
 
 
 def _training_moments(
-    units: _Units, training: TrainingConfig, tokens: int, gradients: float, is_only: bool
+    units: _Units, batch: _MicroBatch, training: TrainingConfig, gradients: float
 ) -> list[Moment]:
     """When a training step may hold the most. Gradients of a micro-batch add to those of others,
     or come into being layer by layer if it is the only one."""
-    size, width, is_whole = units.size, units.compute_bytes, not units.lora
-    hidden = tokens * size.hidden_size * width
-    layer = tokens * _layer_bytes(size, width, is_whole)
-    kept = hidden if training.gradient_checkpointing else layer
-    computed = layer + hidden + 2 * tokens * size.intermediate_size * width
-    states = hidden * (4 + is_whole) + 4 * tokens * size.hidden_size  # after the last layer
-    logits = _logits_bytes(size, tokens, width)
-    # parameters that are trained: of the head, the root, a layer
+    size, width, is_whole = batch.size, batch.width, not units.lora
+    layer = batch.kept(is_whole)
+    kept = batch.hidden if training.gradient_checkpointing else layer
+    others = (size.num_layers - 1) * kept
+    # backward through an MLP holds the gradients of two of its results
+    work = layer + batch.hidden + 2 * batch.tokens * size.intermediate_size * width
+    # the last norm as in a layer; what the head gets of it, and the gradient of that
+    states = batch.hidden * (4 + is_whole) + 4 * batch.tokens * size.hidden_size
+    # parameters that have a gradient: of the head, the root, a layer
     head = size.vocab_size * size.hidden_size * is_whole
     root = units.root * is_whole
     block = units.layer if is_whole else units.lora / size.num_layers
-    # what is sent, in float32, and what arrives; a rank that is alone makes one copy more
+    # float32 that is sent, and what arrives; a rank that is alone makes one copy more
     reduced = 4 * (1 + 1 / units.shards + (units.shards == 1))
-    before = 0 if is_only else gradients
-    of_layers = gradients - 4 * root / units.shards if is_only else gradients
-    next_layer = int(units.shards > 1)
+    before = 0 if batch.is_only else gradients
+    of_layers = gradients - 4 * root / units.shards if batch.is_only else gradients
+    ahead = int(units.comes_from_others)
     return [
-        # the loss: the head's gradient is summed in float32, of products in the dtype of the rest
+        # the loss: the head's gradient is summed in float32, of products in the lower dtype
         Moment(
             before,
-            size.num_layers * kept + states + logits,
-            units.gathered(0) + (4 + width % 4) * head,
+            kept + others + states + batch.logits,
+            units.gathered(0) + (4 + batch.low) * head,
         ),
         # backward through the last layer
-        Moment(
-            before,
-            (size.num_layers - 1) * kept + computed,
-            units.gathered(1 + next_layer) + width * head,
-        ),
-        # and its gradients reduced
-        Moment(
-            before,
-            (size.num_layers - 1) * kept,
-            units.gathered(next_layer) + width * (head + block) + reduced * block,
-        ),
+        Moment(before, others + work, units.gathered(1 + ahead) + width * head),
+        # its gradients reduced
+        Moment(before, others, units.gathered(ahead) + width * (head + block) + reduced * block),
         # backward through the first layer
-        Moment(of_layers, computed, units.gathered(1) + width * head + 4 * block),
+        Moment(of_layers, work, units.gathered(1) + width * head + 4 * block),
         # through the embedding
         Moment(
             of_layers,
-            hidden,
+            batch.hidden,
             units.gathered(0) + width * (head + size.embeddings * is_whole) + 4 * block,
         ),
         # the gradients of the root reduced
@@ -243,31 +317,3 @@ def _training_moments(
         # the optimiser
         Moment(gradients),
     ]
-
-
-def _layer_bytes(size: ModelSize, width: int, is_whole: bool) -> float:
-    """Kept of a layer for each token until its backward pass, where numbers take `width` bytes.
-
-    Inputs of norms are float32; what they were made is kept for the gradient of the norm's weight,
-    if that is trained. Then the inputs of linear layers, queries, keys, values and the result of
-    attention, as a line and row by row, and what the MLP multiplies.
-    """
-    hidden, inner = size.hidden_size, size.intermediate_size
-    query, key = size.num_heads * size.head_dim, size.num_kv_heads * size.head_dim
-    gates = sum(linear.outputs == inner for linear in size.linears)
-    products = 4 * inner if gates > 1 else 5 * inner  # act(gate) · up, or GELU in its parts
-    norms, rest = divmod(size.layer_extras, hidden)
-    normed = norms * hidden + (query + key if rest else 0)  # the rest is norms of heads
-    return 4 * normed + width * (normed * is_whole + 2 * hidden + 3 * query + 2 * key + products)
-
-
-def _inference_bytes(size: ModelSize, tokens: int, width: int) -> float:
-    """The most that is held without gradients: inside an MLP, or with logits."""
-    hidden, inner = size.hidden_size, size.intermediate_size
-    inside = tokens * width * (3 * hidden + 3 * inner)
-    return max(inside, tokens * width * 3 * hidden + _logits_bytes(size, tokens, width))
-
-
-def _logits_bytes(size: ModelSize, tokens: int, width: int) -> float:
-    """Of those made at once, and their copy where they are computed in another dtype."""
-    return min(CHUNK_MB * MB, 4 * tokens * size.vocab_size) * (1 + (width % 4) / 4)

@@ -13,6 +13,7 @@ from roll_td.cli import main
 
 REPOSITORY = Path(__file__).parents[2]
 TRANSFORM = REPOSITORY / "configs" / "transform" / "transform.yaml"
+SFT = REPOSITORY / "configs" / "sft" / "tiny.yaml"
 
 USER_MODULE = """
 from dataclasses import dataclass, field
@@ -169,10 +170,11 @@ def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -
     assert "usage: roll-td" in capsys.readouterr().err
 
 
-def test_a_shipped_config_needs_no_torch() -> None:
+@pytest.mark.parametrize(("config", "role"), [(TRANSFORM, "transform"), (SFT, "actor_train")])
+def test_a_shipped_config_needs_no_torch(config: Path, role: str) -> None:
     code = (
         "import sys; from roll_td.cli import main; "
-        f"status = main(['check', {str(TRANSFORM)!r}]); "
+        f"status = main(['check', {str(config)!r}]); "
         "assert 'torch' not in sys.modules, 'torch was imported'; sys.exit(status)"
     )
     done = subprocess.run(
@@ -180,4 +182,29 @@ def test_a_shipped_config_needs_no_torch() -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "ranks to start: " in done.stdout
-    assert "transform" in done.stdout
+    assert role in done.stdout
+
+
+def test_memory_of_each_role(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    large = ["model.config.num_hidden_layers=400", "model.config.hidden_size=640"]
+    assert main(["check", str(SFT), *large, "device_memory_gb=2"]) == 1
+    out = capsys.readouterr().out
+    (line,) = [line for line in out.splitlines() if line.startswith("actor_train   0-1  ")]
+    weights, optimizer, gradients = (float(cell) for cell in line.split()[2:5])
+    # of attention, MLP and norms; tied embeddings and the last norm; in float32 on two ranks
+    parameters = 400 * (640 * (2 * 64 + 2 * 32 + 3 * 128) + 2 * 640 + 2 * 16) + (101 + 1) * 640
+    assert weights == gradients == pytest.approx(parameters * 4 / 2 / 2**30, abs=0.005)
+    assert optimizer == pytest.approx(parameters * 8 / 2 / 2**30, abs=0.005)
+    assert "device_memory_gb=2: is less than the " in out
+
+
+def test_memory_that_is_not_known_is_no_problem(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    of_hub = ["~model.config", "model.path=some/model"]
+    assert main(["check", str(SFT), *of_hub]) == 0
+    assert "memory of actor_train is not known: path=some/model: no" in capsys.readouterr().out
