@@ -30,6 +30,7 @@ FIELDS = {
     "vocab_size": 61,
     "tie_word_embeddings": True,
 }
+LAYERS = "num_hidden_layers"
 GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 61}
 GPT2 |= {"n_positions": 64, "bos_token_id": 0, "eos_token_id": 0}
 GPT2 |= dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
@@ -144,11 +145,15 @@ def test_kept_of_a_layer_is_what_autograd_keeps(
 
 
 def test_checkpointing_keeps_one_hidden_state_a_layer() -> None:
-    load = Load(64, 64)
-    deep = FIELDS | {"num_hidden_layers": 8}
-    worker = role(micro_batch_size=2, gradient_checkpointing=True)
-    taken = [fsdp2(worker, load, fields).activations_mb for fields in (FIELDS, deep)]
-    assert (taken[1] - taken[0]) * MB == pytest.approx(4 * 128 * 64 * 4)
+    load, deep = Load(64, 64), FIELDS | {"num_hidden_layers": 8}
+    plain, again = (role(micro_batch_size=2, gradient_checkpointing=c) for c in (False, True))
+    layer = (fsdp2(plain, load, deep).activations_mb - fsdp2(plain, load).activations_mb) / 4
+    shallow, deep_mb = (fsdp2(again, load, fields).activations_mb for fields in (FIELDS, deep))
+    hidden = 128 * 64 * 4
+    assert (deep_mb - shallow) * MB == pytest.approx(4 * hidden)
+    # backward through the last layer: what it keeps, and the gradients of two results of its MLP
+    results = 2 * 128 * 192 * 4
+    assert shallow * MB == pytest.approx(3 * hidden + layer * MB + hidden + results)
 
 
 @pytest.mark.parametrize(
@@ -174,6 +179,34 @@ def test_gradients_of_one_micro_batch_come_after_its_activations() -> None:
     assert more == pytest.approx(1.25 * fsdp2(worker, load).gradients_mb)
 
 
+@pytest.mark.parametrize(("compute", "width"), [(None, 4), ("bfloat16", 2)])
+def test_the_loss_holds_root_and_gradient_of_the_head(compute: Any, width: int) -> None:
+    """Where rows are many, the most is held as all layers wait for their backward pass."""
+    load, fields = Load(64, 64, batch_rows=8), FIELDS | {"vocab_size": 4096}
+    taken = fsdp2(role(micro_batch_size=8, compute_dtype=compute), load, fields)
+    head, final_norm, product = 4096 * 64, 64, width % 4
+    buffers = width * (head + final_norm) + (4 + product) * head
+    beside = taken.working_mb - taken.allocator_mb - taken.activations_mb
+    assert beside * MB == pytest.approx(buffers)
+    deep = fsdp2(role(micro_batch_size=8, compute_dtype=compute), load, fields | {LAYERS: 8})
+    after_layers = 2 * taken.activations_mb - deep.activations_mb
+    hidden, logits = 512 * 64, 4 * 512 * 4096
+    of_last_norm = 4 * hidden + width * 2 * hidden
+    of_head = width * 3 * hidden + logits * (2 + product / 4)
+    assert after_layers * MB == pytest.approx(of_last_norm + of_head)
+
+
+def test_a_few_tokens_leave_gradients_at_the_most() -> None:
+    """The embedding's backward pass: gradients of all layers, the last one's on the way, the root,
+    and of a tied weight two gradients."""
+    fields = FIELDS | {"vocab_size": 4096}
+    taken = fsdp2(role(micro_batch_size=1), Load(2, 2, batch_rows=1), fields)
+    size, hidden = model_size(ModelConfig(config=fields)), 2 * 64
+    layers, root = 5 * size.layer_parameters, 4096 * 64 + 64
+    held = 4 * (layers + root + 2 * 4096 * 64 + hidden)
+    assert (taken.working_mb - taken.allocator_mb) * MB == pytest.approx(held)
+
+
 def test_whole_layers_stay_without_resharding() -> None:
     few, many = (fsdp2(role("fsdp2_infer", reshard_after_forward=r)) for r in (True, False))
     size = model_size(ModelConfig(config=FIELDS))
@@ -197,8 +230,9 @@ def test_numbers_from_modules_with_torch() -> None:
 
 
 def test_a_step_takes_what_was_estimated() -> None:
-    fields = MODEL | {"num_hidden_layers": 4, "vocab_size": 8000}  # 17 M parameters
-    what = setting({**TRAIN, "training": {"micro_batch_size": 2}}, 2, 64, fields=fields)
+    fields = MODEL | {"num_hidden_layers": 2}  # 23 M parameters
+    what = setting({**TRAIN, "training": {"micro_batch_size": 2}}, 2, 128, fields=fields)
     wanted = estimate(what)
     taken_mb = measured_mb(what, MALLOC_MMAP_THRESHOLD_="65536")[-1]
-    assert wanted.peak_mb - wanted.allocator_mb == pytest.approx(taken_mb, rel=0.1)
+    assert wanted.peak_mb - wanted.allocator_mb == pytest.approx(taken_mb, rel=0.06)
+    assert wanted.peak_mb == pytest.approx(taken_mb, rel=0.2)
