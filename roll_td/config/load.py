@@ -56,7 +56,7 @@ def check_config(path: str | Path, overrides: Sequence[str] = ()) -> Checked:
     """Read a config as `load` does; problems are returned, and what could be read is kept."""
     path = Path(path)
     try:
-        data = _compose(path, overrides)
+        data, missing = _compose(path, overrides)
     except ConfigError as error:
         return Checked(None, error.problems, {}, None, False)
     if data.get("exp_name") is None:
@@ -70,7 +70,8 @@ def check_config(path: str | Path, overrides: Sequence[str] = ()) -> Checked:
         cls, data, more = _with_roles(data)
         problems += more
     reading: Reading[BaseConfig] = read(cls, data)
-    problems += reading.problems
+    problems += [p for p in reading.problems if not _follows(p, missing)]
+    problems += [Problem(key, "'???'", "must be given", "set it") for key in missing]
     # the config class may have roles of its own beside those in the file
     fields = reading.fields if reading.value is None else vars(reading.value)
     roles = role_sections(fields)
@@ -91,7 +92,13 @@ def resolved_yaml(config: BaseConfig) -> str:
     return yaml.safe_dump(masked(dataclasses.asdict(config)), sort_keys=False)
 
 
-def _compose(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
+def _follows(problem: Problem, missing: Sequence[str]) -> bool:
+    """Whether it is there only because of what is missing: it is of the same key, or section."""
+    return any(key == problem.key or key.startswith(f"{problem.key}.") for key in missing)
+
+
+def _compose(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """The config without the keys that still have to be given (???), and these."""
     if not path.is_file():
         raise ConfigError([Problem("", "", f"there is no file {path}", "give the path of a YAML")])
     if path.suffix != ".yaml":
@@ -104,17 +111,27 @@ def _compose(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
         with initialize_config_dir(config_dir=str(directory), version_base=None):
             composed = compose(config_name=path.stem, overrides=reaching)
         missing = sorted(OmegaConf.missing_keys(composed))
-        data = {} if missing else OmegaConf.to_container(composed, resolve=True)
+        data = OmegaConf.to_container(composed, resolve=not missing)
     except yaml.MarkedYAMLError as error:
         line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
         rule = f"not readable as YAML{line}: {error.problem}"
         raise ConfigError([Problem("", "", rule, "mend the file")]) from None
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ConfigError([_hydra_problem(error)]) from None
-    if missing:
-        raise ConfigError(Problem(key, "'???'", "must be given", "set it") for key in missing)
     assert isinstance(data, dict)
-    return {str(key): value for key, value in data.items()}
+    for key in missing:
+        _remove(data, key)
+    return {str(key): value for key, value in data.items()}, missing
+
+
+def _remove(data: Any, dotted: str) -> None:
+    *sections, last = dotted.split(".")
+    for section in sections:
+        if not isinstance(data, dict) or section not in data:
+            return  # in a list, whose items are read as they are
+        data = data[section]
+    if isinstance(data, dict):
+        data.pop(last, None)
 
 
 def _hydra_problem(error: Exception) -> Problem:

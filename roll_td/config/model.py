@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -60,7 +61,8 @@ class ModelConfig:
             raise ConfigError([Problem("config", "{…}", "lacks model_type", fix)])
 
     def file_problems(self) -> list[Problem]:
-        """Folders and files that are not there, of what can't be a name on the hub."""
+        """Folders and files that are not there, of what can't be a name on the hub; and optional
+        packages that are not installed."""
         problems = []
         for key in ("path", "tokenizer"):
             value = getattr(self, key)
@@ -68,6 +70,14 @@ class ModelConfig:
             if is_file and not Path(value).expanduser().exists():
                 fix = f"give a path from {Path.cwd()}, or a whole one"
                 problems.append(Problem(key, repr(value), "is not there", fix))
+        is_gguf = self.path is not None and self.path.endswith(".gguf")
+        for key, package, extra, is_used in (
+            ("lora", "peft", "lora", self.lora is not None),
+            ("path", "gguf", "gguf", is_gguf),
+        ):
+            if is_used and find_spec(package) is None:
+                rule, fix = f"needs the package {package}", f"pip install 'roll-td[{extra}]'"
+                problems.append(Problem(key, "", rule, fix))
         return problems
 
 

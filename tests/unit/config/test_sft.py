@@ -103,3 +103,28 @@ actor_train:
     role = made.actor_train
     assert (role.name, role.device_mapping, role.world_size) == ("student", [0, 1, 2, 3], 4)
     assert role.strategy_args is not None and role.strategy_args.settings.fsdp_size == 4
+
+
+def test_what_is_missing_hides_no_mistyped_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    report = check("configs/sft/sft.yaml", ["model.pth=x", "actor_train.training.learning_rate=a"])
+    assert [problem.key for problem in report.problems] == [
+        "model.pth",
+        "actor_train.training.learning_rate",
+        "data.train",
+        "model.path",
+    ]
+
+
+def test_files_and_packages_are_looked_for_before_a_rank_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("roll_td.config.model.find_spec", lambda name: None)
+    monkeypatch.chdir(tmp_path)
+    given = ["model.path=./no.gguf", "data.train=no.jsonl", "model.lora.rank=4"]
+    report = check(str(ROOT / "configs/sft/sft.yaml"), given)
+    assert {(p.key, p.fix) for p in report.problems if "pip" in p.fix} == {
+        ("model.lora", "pip install 'roll-td[lora]'"),
+        ("model.path", "pip install 'roll-td[gguf]'"),
+    }
+    assert {p.key for p in report.problems if "there" in p.rule} == {"data.train", "model.path"}
