@@ -50,7 +50,6 @@ def letters(n: int = 5) -> DataProto:
     return DataProto.from_single_dict({"i": torch.arange(n), "s": list("abcdefgh"[:n])})
 
 
-@settings(deadline=None, derandomize=True)
 @given(batches(), st.integers(1, 12))
 def test_chunk_then_concat_is_the_identity(data: DataProto, n: int) -> None:
     parts = data.chunk(n)
@@ -77,7 +76,6 @@ def typed_batches(draw: st.DrawFn) -> DataProto:
     return DataProto.from_single_dict(columns, {"k": draw(OBJECTS), "metrics": {"n": Sum(0)}})
 
 
-@settings(deadline=None, derandomize=True)
 @given(typed_batches(), st.lists(st.integers(0, 9), max_size=6), st.integers(1, 4))
 def test_rows_cut_anywhere_and_joined_in_any_grouping_are_the_same(
     data: DataProto, cuts: list[int], first: int
@@ -94,7 +92,6 @@ def test_rows_cut_anywhere_and_joined_in_any_grouping_are_the_same(
     assert same(data.reorder(order).reorder(order.argsort()), data)
 
 
-@settings(deadline=None, derandomize=True)
 @given(batches())
 def test_no_two_dataprotos_share_meta_info(data: DataProto) -> None:
     every = list(range(len(data)))
@@ -113,7 +110,6 @@ def test_no_two_dataprotos_share_meta_info(data: DataProto) -> None:
         assert one.meta_info["nested"]["k"] == [1, number]
 
 
-@settings(deadline=None, derandomize=True)
 @given(batches())
 def test_pickle_keeps_everything(data: DataProto) -> None:
     assert same(pickle.loads(pickle.dumps(data)), data)

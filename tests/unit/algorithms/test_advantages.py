@@ -221,7 +221,7 @@ def batch(data, rows, width):
 
 
 @pytest.mark.parametrize("wanted", WANTED)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data(), bad=st.sampled_from([NAN, INF, -INF, 1e10]))
 def test_c09_f17_what_is_masked_or_has_no_score_never_matters(wanted, data, bad):
     columns = batch(data, rows=6, width=5)
@@ -246,7 +246,7 @@ def test_c09_f17_what_is_masked_or_has_no_score_never_matters(wanted, data, bad)
 
 
 @pytest.mark.parametrize("wanted", WANTED)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_order_of_rows_and_names_of_groups_do_not_matter(wanted, data):
     columns = batch(data, rows=6, width=4)

@@ -126,7 +126,7 @@ def test_the_heads_gradient_is_summed_in_float32(monkeypatch):
         assert weight.grad.tolist() == [[-256.0], [256.0]]  # 255.5 to 8 bits
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(chunk=st.integers(1, 12), tokens=st.integers(0, 9), seed=st.integers(0, 99))
 def test_neither_chunks_nor_batch_size_change_a_log_prob(chunk, tokens, seed):
     # F21: one at a time or all together

@@ -349,7 +349,7 @@ def test_c09_an_unknown_keyword_is_an_error(wanted):
 
 
 @pytest.mark.parametrize("wanted", WANTED)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 10**6), factor=st.sampled_from([3.0, 0.5]))
 def test_f09_scaling_advantages_scales_the_loss(wanted, seed, factor):
     columns = random_columns(seed)
@@ -366,7 +366,7 @@ def test_f09_scaling_advantages_scales_the_loss(wanted, seed, factor):
 
 
 @pytest.mark.parametrize("wanted", WANTED)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     seed=st.integers(0, 10**6),
     bad=st.sampled_from([NAN, INF, -INF, 1e10, -1e10]),
@@ -395,7 +395,7 @@ def test_f17_what_is_masked_never_matters(wanted, seed, bad, mode):
 
 
 @pytest.mark.parametrize("mode", AGGREGATIONS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_f26_micro_batches_and_ranks_change_nothing(mode, data):
     columns = random_columns(data.draw(st.integers(0, 10**6)), rows=7, dtype=torch.float64)
@@ -413,9 +413,9 @@ def test_f26_micro_batches_and_ranks_change_nothing(mode, data):
         loss = loss + of_part.detach()
         grads += torch.autograd.grad(of_part, columns["log_probs"])[0]
         metrics.append(loss_of(wanted, part)[1])
-    assert loss.item() == pytest.approx(whole.item(), abs=1e-12)
+    assert loss.item() == pytest.approx(whole.item(), rel=1e-12, abs=1e-12)
     torch.testing.assert_close(grads, right, rtol=1e-9, atol=1e-12)
-    assert merge_metrics(metrics) == pytest.approx(loss_of(wanted, columns)[1], abs=1e-9)
+    assert merge_metrics(metrics) == pytest.approx(loss_of(wanted, columns)[1], rel=1e-9, abs=1e-9)
 
 
 @pytest.mark.parametrize("wanted", [w for w in WANTED if not w.startswith("cispo")])

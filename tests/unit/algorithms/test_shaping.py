@@ -90,7 +90,7 @@ def test_one_row_has_no_deviation_to_be_divided_by():
     close(normalised([NAN, NAN], [0, 0], "batch", "batch"), [NAN, NAN])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.data())
 def test_normalising_does_not_care_for_order_or_names_of_groups(data):
     rows = data.draw(st.integers(1, 12))

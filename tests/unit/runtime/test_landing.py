@@ -228,12 +228,7 @@ def clusters() -> Any:
         ]  # fmt: skip
 
 
-@settings(
-    deadline=None,
-    derandomize=True,
-    max_examples=40,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(st.data())
 def test_random_batches_come_back_equal(clusters: list[Cluster], data: st.DataObject) -> None:
     batches = data.draw(st.lists(token_batches(), min_size=1, max_size=3))

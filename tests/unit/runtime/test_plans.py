@@ -217,7 +217,7 @@ def clusters() -> Any:
         }
 
 
-@settings(deadline=None, derandomize=True, max_examples=40)
+@settings(max_examples=40)
 @given(st.data())
 def test_any_plan_gives_the_rows_back_in_order(
     clusters: dict[str, Cluster], data: st.DataObject

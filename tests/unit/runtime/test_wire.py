@@ -88,14 +88,13 @@ def through_bytes(value: Any) -> Any:
     return loads(skeleton, [torch.from_numpy(b.copy()) for b in buffers])
 
 
-@settings(deadline=None, derandomize=True, max_examples=100)
+@settings(max_examples=100)
 @given(VALUES)
 def test_any_value_comes_back_equal(value: Any) -> None:
     assert same(through_bytes(value), value)
     assert same(loads_whole(dumps_whole(value)), value)
 
 
-@settings(deadline=None, derandomize=True)
 @given(tensors())
 def test_bytes_of_a_tensor(tensor: torch.Tensor) -> None:
     flat = as_bytes(tensor)

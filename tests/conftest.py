@@ -1,0 +1,5 @@
+from hypothesis import settings
+
+# the same examples in every run: a machine is no reason for a test to fail or to pass
+settings.register_profile("roll_td", deadline=None, derandomize=True)
+settings.load_profile("roll_td")
