@@ -1,4 +1,5 @@
-"""The command line: `roll-td check CONFIG` and `roll-td run CONFIG`, with key=value overrides."""
+"""The command line: `roll-td check CONFIG` and `roll-td run CONFIG`, with key=value overrides, and
+`roll-td report RUN_DIR`."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from roll_td.config.base import JobSize, WorkerConfig
 from roll_td.config.classes import check_class
@@ -38,9 +40,9 @@ class Report:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; the exit status is 0 if all is well, 1 for problems, 2 for wrong usage."""
-    arguments = _parser().parse_args(argv)
-    command: Callable[[str, list[str]], int] = arguments.command
-    return command(arguments.config, arguments.overrides)
+    arguments = vars(_parser().parse_args(argv))
+    command: Callable[..., int] = arguments.pop("command")
+    return command(**arguments)
 
 
 def check(config: str, overrides: Sequence[str]) -> Report:
@@ -130,6 +132,17 @@ def _run(config: str, overrides: list[str]) -> int:
     return run_local(config, overrides, report.size.ranks_per_node)
 
 
+def _report(run_dir: str) -> int:
+    from roll_td.report.page import write_report
+
+    try:
+        print(write_report(Path(run_dir)))
+    except ValueError as error:
+        print(f"roll-td report: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
 def _ranks_to_start(size: JobSize) -> str:
     total = size.num_nodes * size.ranks_per_node
     nodes = f"{size.ranks_per_node} on each of {size.num_nodes} nodes: "
@@ -157,6 +170,10 @@ def _parser() -> argparse.ArgumentParser:
             "overrides", nargs="*", metavar="key=value", help="changes to the config"
         )
         command.set_defaults(command=function)
+    text = "make a page about a run, going on or ended: RUN_DIR/report.html"
+    command = commands.add_parser("report", help=text, description=text)
+    command.add_argument("run_dir", metavar="RUN_DIR", help="such as runs/tiny")
+    command.set_defaults(command=_report)
     return parser
 
 
