@@ -60,18 +60,15 @@ def entropy(hidden: Tensor, head: Head, temperature: float = 1.0) -> Tensor:
     return result
 
 
-def cross_entropy_sum(
-    hidden: Tensor, head: Head, targets: Tensor, ignore_index: int = -100
-) -> Tensor:
-    """Σ -log softmax(logits)[targets] over targets other than ignore_index, float32 scalar.
+def cross_entropy_sum(hidden: Tensor, head: Head, targets: Tensor) -> Tensor:
+    """Σ -log softmax(logits)[targets], float32 scalar; 0 of no rows.
 
     As log_probs, but the logits are made once: where gradients are wanted the forward pass makes
-    these too. None are made for ignored targets; the sum is 0 if all are.
+    these too.
     """
-    wanted = targets != ignore_index
     what = _What(_log_prob, head.softcap, 1.0)
     how = _Sum if torch.is_grad_enabled() else _PerToken
-    result: Tensor = how.apply(what, hidden[wanted], head.weight, head.bias, targets[wanted])
+    result: Tensor = how.apply(what, hidden, head.weight, head.bias, targets)
     return -result.sum()
 
 

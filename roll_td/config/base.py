@@ -142,6 +142,12 @@ class BaseConfig(CheckpointConfig):
         self.num_gpus_per_node = size.num_gpus_per_node
         self.num_cpu_ranks_per_node = size.num_cpu_ranks_per_node
 
+    @property
+    def optimizer_steps(self) -> int | None:
+        """Optimiser steps of the whole run, which schedules of the learning rate end after: the
+        max_steps of a subclass; None: not known."""
+        return getattr(self, "max_steps", None)
+
     def file_problems(self) -> list[Problem]:
         """Files that the config names and that can't be read here. Asked by `roll-td check` and
         `run`; a subclass that names files adds to it."""

@@ -60,6 +60,17 @@ class ModelConfig:
             fix = "add for example model_type: qwen3"
             raise ConfigError([Problem("config", "{…}", "lacks model_type", fix)])
 
+    def text_problems(self) -> list[Problem]:
+        """What keeps a pipeline that reads and writes text from using it."""
+        if self.path is None and self.config is None:
+            fix = "set model.path, or model.config for random weights"
+            return [Problem("", "", "is missing", fix)]
+        if self.path is None and self.tokenizer is None:
+            rule = "is missing: a model made from model.config has none of its own"
+            fix = "set the folder or hub name of a tokenizer"
+            return [Problem("tokenizer", "", rule, fix)]
+        return []
+
     def file_problems(self) -> list[Problem]:
         """Folders and files that are not there, of what can't be a name on the hub; and optional
         packages that are not installed."""

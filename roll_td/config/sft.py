@@ -41,7 +41,8 @@ class SFTConfig(BaseConfig):
         role.worker_cls = role.worker_cls or "roll_td.workers.sft.SFTWorker"
         role.strategy_args = role.strategy_args or StrategyArgs("fsdp2_train")
         problems = [problem.under("data") for problem in answer_problems(self.data)]
-        problems += [*self._length_problems(), *self._model_problems(), *self._role_problems()]
+        problems += [problem.under("model") for problem in self.model.text_problems()]
+        problems += [*self._length_problems(), *self._role_problems()]
         try:
             super().__post_init__()
         except ConfigError as error:
@@ -67,16 +68,6 @@ class SFTConfig(BaseConfig):
             rule = "is given beside max_steps: a run has one length"
             problems.append(Problem("epochs", repr(self.epochs), rule, "drop one of the two"))
         return problems
-
-    def _model_problems(self) -> list[Problem]:
-        if self.model.path is None and self.model.config is None:
-            fix = "set model.path, or model.config for random weights"
-            return [Problem("model", "", "is missing", fix)]
-        if self.model.path is None and self.model.tokenizer is None:
-            rule = "is missing: a model made from model.config has none of its own"
-            fix = "set the folder or hub name of a tokenizer"
-            return [Problem("model.tokenizer", "", rule, fix)]
-        return []
 
     def _role_problems(self) -> list[Problem]:
         args = self.actor_train.strategy_args

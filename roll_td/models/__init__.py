@@ -191,7 +191,8 @@ def export_hf(
     """Write safetensors, config and tokenizer, for transformers' from_pretrained.
 
     weights: all of full_weights(model); the model gives its config and generation config, so it
-    may be sharded. Call it on one rank. ValueError if a weight is missing or left over.
+    may be sharded. Without an end token of its own it gets the tokenizer's. Call it on one rank.
+    ValueError if a weight is missing or left over.
     """
     with torch.device("meta"):
         plain = AutoModelForCausalLM.from_config(model.config)
@@ -202,6 +203,8 @@ def export_hf(
     plain.load_state_dict(weights, strict=False, assign=True)
     plain.tie_weights()
     plain.generation_config = model.generation_config
+    if tokenizer is not None and plain.generation_config.eos_token_id is None:
+        plain.generation_config.eos_token_id = tokenizer.eos_token_id
     plain.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)

@@ -155,9 +155,8 @@ def log_probs(output: Output, input_ids: Tensor, temperature: float) -> Tensor:
     """float32 (b, T): log p(input_ids[t] | input_ids[:t]) at a temperature above 0; 0 at index 0
     and beyond a row's length."""
     before, wanted = _predicted(output)
-    values = functional.log_probs(
-        output.hidden[before], output.head, input_ids[wanted], temperature
-    )
+    hidden = output.hidden.index_select(0, before.nonzero().squeeze(1))
+    values = functional.log_probs(hidden, output.head, input_ids[wanted], temperature)
     return _spread(values, wanted)
 
 
@@ -172,7 +171,10 @@ def language_loss(output: Output, labels: Tensor) -> Tensor:
     """float32 scalar: sum of -log p(labels[t] | tokens before t) over labels (b, T) that are not
     -100; a label at index 0 has nothing before it and counts nowhere."""
     before, wanted = _predicted(output)
-    return functional.cross_entropy_sum(output.hidden[before], output.head, labels[wanted])
+    targets = labels[wanted]
+    learnt = targets != -100
+    hidden = output.hidden.index_select(0, before.nonzero().squeeze(1)[learnt])
+    return functional.cross_entropy_sum(hidden, output.head, targets[learnt])
 
 
 def _predicted(output: Output) -> tuple[Tensor, Tensor]:

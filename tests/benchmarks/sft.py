@@ -11,7 +11,6 @@ tokens, and TRL and the bare loop pad them. A ratio is the median of the ratios 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import statistics
@@ -25,6 +24,7 @@ from typing import Any
 
 import torch
 import yaml
+from beside import Beside
 
 from roll_td import (
     BaseConfig,
@@ -89,36 +89,11 @@ class BenchWorker(SFTWorker):
         return time.perf_counter() - began
 
 
-class TRL:
-    """TRL's side: a process that takes a step when it is told to."""
-
-    def __init__(self, data: DataProto, micro_batch_size: int, folder: str):
-        lengths = data["lengths"].tolist()
-        rows = [ids[:n].tolist() for ids, n in zip(data["input_ids"], lengths, strict=True)]
-        path = Path(folder) / "trl.json"
-        path.write_text(json.dumps([MODEL, rows, micro_batch_size]))
-        outside = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC")
-        self.process = subprocess.Popen(
-            [
-                sys.executable,
-                "-W",
-                "ignore",
-                str(Path(__file__).with_name("trl_side.py")),
-                str(path),
-            ],
-            env={k: v for k, v in os.environ.items() if not k.startswith(outside)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def step(self) -> float:
-        assert self.process.stdin and self.process.stdout
-        print("step", file=self.process.stdin, flush=True)
-        for line in self.process.stdout:
-            if line.startswith("SECONDS"):
-                return float(line.split()[1])
-        raise RuntimeError("TRL's process has ended")
+def trl_of(data: DataProto, micro_batch_size: int, folder: str) -> Beside:
+    """TRL's side, with the same rows."""
+    lengths = data["lengths"].tolist()
+    rows = [ids[:n].tolist() for ids, n in zip(data["input_ids"], lengths, strict=True)]
+    return Beside("trl_side.py", [MODEL, rows, micro_batch_size], folder)
 
 
 @dataclass
@@ -139,7 +114,7 @@ class BenchPipeline(BasePipeline):
     def run(self) -> None:
         data, taken = batch(self.pipeline_config.uneven), {s: [] for s in ("ours", "bare", "trl")}
         size = self.pipeline_config.actor.training.micro_batch_size
-        trl = TRL(data, size, self.pipeline_config.output_dir)
+        trl = trl_of(data, size, self.pipeline_config.output_dir)
         inside: list[float] = []
         for i in range(-2, self.pipeline_config.rounds):
             for side in random.sample(list(taken), 3):
@@ -149,8 +124,7 @@ class BenchPipeline(BasePipeline):
                 if i >= 0:
                     taken[side].append(whole if side == "ours" else seconds)
                     inside += [seconds] if side == "ours" else []
-        trl.process.kill()
-        trl.process.wait()
+        trl.end()
         ours = taken["ours"]
         ratios: dict[str, Any] = {
             side: statistics.median(x / y for x, y in zip(taken[side], ours, strict=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
 from roll_td import (
@@ -58,7 +59,11 @@ class Trainer(Worker):
 
     def _keep_gradients(self, *_):
         weights = self.strategy.model.named_parameters()
-        self.gradients = {name: p.grad.full_tensor() for name, p in weights if p.requires_grad}
+        gradients = {name: p.grad for name, p in weights if p.requires_grad}
+        self.gradients = {
+            name: grad.full_tensor() if isinstance(grad, DTensor) else grad.clone()
+            for name, grad in gradients.items()
+        }
 
     @register(dispatch_mode=Dispatch.DP_MP_COMPUTE)
     def sft_step(self, data):
