@@ -9,7 +9,7 @@ import shutil
 import sys
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -119,15 +119,22 @@ class JsonlTracker:
 class TerminalTracker:
     """A progress line on `stream`: redrawn in place on a terminal, else one line a call."""
 
-    def __init__(self, stream: TextIO, total_steps: int | None = None) -> None:
-        self._stream = stream
+    def __init__(
+        self, stream: TextIO, total_steps: int | None = None, only: Collection[str] | None = None
+    ) -> None:
+        """only: names of what is shown; None: all."""
+        self._stream, self._only = stream, only
         self._total = "" if total_steps is None else f"/{total_steps}"
         self._redraw = stream.isatty()
         self._drawn = False
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Show step and values. TypeError, naming the key, for a value that is no number."""
-        numbers = [f"{key} {number:.4g}" for key, number in _floats(values).items()]
+        numbers = [
+            f"{key} {number:.4g}"
+            for key, number in _floats(values).items()
+            if self._only is None or key in self._only
+        ]
         line = "  ".join([f"step {step}{self._total}", *numbers])
         if self._redraw:
             width = shutil.get_terminal_size().columns - 1

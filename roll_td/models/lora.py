@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
@@ -62,23 +62,28 @@ def adapters_off(model: Any) -> Iterator[None]:
         _enable(layers, True)
 
 
-def full_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+def full_weights(
+    model: Any, whole_of: Callable[[Tensor], Tensor] | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Each weight once, whole, detached, by the name it has without LoRA; LoRA is merged in.
 
     Tied weights come once, by the name of the first. Where a weight is a DTensor all ranks of its
-    mesh have to go through this together, as each step gathers one. A merged weight
-    W + (alpha / rank) B A is summed in float32 and has the dtype of W.
+    mesh have to go through this together, as each step gathers one: by `whole_of` if it is given,
+    else as DTensor does. A merged weight W + (alpha / rank) B A is summed in float32 and has the
+    dtype of W.
     """
+    whole_of = whole_of or _whole
     seen = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if ".lora_A." in name or ".lora_B." in name or id(tensor) in seen:
             continue
         seen.add(id(tensor))
-        whole = _whole(tensor)
+        whole = whole_of(tensor)
         owner, _, leaf = name.rpartition(".base_layer.")
         if owner and leaf == "weight":
             layer: Any = model.get_submodule(owner)
-            a, b = (_whole(part[ADAPTER].weight).float() for part in (layer.lora_A, layer.lora_B))
+            parts = (layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight)
+            a, b = (whole_of(part).float() for part in parts)
             delta = (b @ a) * layer.scaling[ADAPTER]
             # Conv1D of GPT-2 holds its weight transposed
             whole = (whole.float() + (delta.T if layer.fan_in_fan_out else delta)).to(whole.dtype)

@@ -25,6 +25,7 @@ from roll_td.runtime.driver import Call, Driver, current_driver
 from roll_td.runtime.outgoing import Outgoing, Way, batch_share, strip_metrics, value_share
 from roll_td.runtime.parcel import Parcel, Slot
 from roll_td.runtime.refs import Refs, Reply, Stream
+from roll_td.runtime.together import post_groups
 from roll_td.runtime.transport import Group, Ranks
 from roll_td.runtime.wire import INLINE_BYTES, dumps, dumps_whole, find_unpicklable, is_picklable
 
@@ -91,6 +92,15 @@ class Cluster:
         """Where worker `rank` stands in the role's topology."""
         return self._infos[rank]
 
+    def plan_for(self, data: DataProto, denominators: Mapping[str, float]) -> StepPlan:
+        """How the role cuts these rows where they have no plan: in micro-batches of so many tokens
+        or rows as its config says. For a loss with denominators of its own."""
+        topology = self._topology
+        if topology.micro_batch_tokens is not None and "lengths" in data:
+            lengths, most = data["lengths"].tolist(), topology.micro_batch_tokens
+            return token_plan(lengths, self.dp_size, most, denominators)
+        return default_plan(len(data), self.dp_size, topology.micro_batch_size, denominators)
+
     def wait_built(self) -> None:
         """Block until every worker of the role has been made."""
         for call in self._built:
@@ -143,12 +153,8 @@ class Cluster:
 
     def _build(self, dotted: str) -> list[Call]:
         driver, config = self._driver, self.worker_config
-        everyone = tuple(range(len(driver.layout.slots)))
         wanted = list(dict.fromkeys(chain(*self._groups.values(), [self._data_group])))
-        gang = tuple(sorted({rank for group in wanted for rank in group.ranks}))
-        groups = Call(0, self.name, "groups", self._data_group)
-        groups.homes = everyone
-        driver.post("groups", {"groups": wanted, "members": gang}, groups, everyone, gang=gang)
+        groups = post_groups(driver, self.name, wanted)
         build = self._new_call("build")
         body = {
             "cluster": f"{self.name}/{groups.number}",
@@ -282,12 +288,7 @@ class Cluster:
             )
         if plans or not found or not self._topology.steps_together:
             return plans[0] if plans else None
-        data, topology = found[0], self._topology
-        if topology.micro_batch_tokens is not None and "lengths" in data:
-            lengths, most = data["lengths"].tolist(), topology.micro_batch_tokens
-            return token_plan(lengths, self.dp_size, most, _denominators(data))
-        micro = topology.micro_batch_size
-        return default_plan(len(data), self.dp_size, micro, _denominators(data))
+        return self.plan_for(found[0], _denominators(found[0]))
 
     def _shards(self, batch: Batch, mode: Dispatch, plan: StepPlan | None) -> list[Outgoing]:
         rows = dispatch.shard_rows(self.dp_size, batch.num_rows, plan)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from roll_td.config.classes import import_class
+from roll_td.config.classes import import_class, import_object
 from roll_td.distributed.topology import mesh_shape
 from roll_td.platform import current_platform, physical_device
 from roll_td.runtime.answers import Doing, Given, Outbox, Unfetched, dump_result, encode
@@ -27,6 +27,7 @@ from roll_td.runtime.arrivals import Arrivals, Command
 from roll_td.runtime.control import Frame, Kind, Sender
 from roll_td.runtime.failure import Cause
 from roll_td.runtime.seeding import kept_random_state, seed_command
+from roll_td.runtime.together import Here
 from roll_td.runtime.transport import Group, Transport
 from roll_td.runtime.wire import dumps_whole, loads_whole
 from roll_td.runtime.worker import WorkerContext
@@ -145,6 +146,8 @@ class Executor:
         started = time.time()
         if op == "call":
             return self._call(command, started)
+        if op == "together":
+            return self._together(command, started)
         if op == "hold":
             self._doing = Doing("", None, "hold")
             with self._prefetching():
@@ -185,8 +188,7 @@ class Executor:
             master_addr=body["master_addr"],
             master_port=body["master_port"],
         )
-        own = kept_random_state() if self.rank == self.driver_rank else contextlib.nullcontext()
-        with own:
+        with self._own_draws():
             seed_command(body["seed"], role, seat.worker, -1, "__init__", 0)
             worker = cls.__new__(cls)
             worker.context = context
@@ -204,8 +206,7 @@ class Executor:
         self._doing = Doing(seated.role, seated.rank, method)
         args, kwargs, given = self._receive(command, seated)
         here = time.time()
-        own = kept_random_state() if self.rank == self.driver_rank else contextlib.nullcontext()
-        with self._prefetching(), own:
+        with self._prefetching(), self._own_draws():
             seed_command(
                 body["seed"], seated.role, seated.rank, body["step"], method, body["count"]
             )
@@ -218,6 +219,33 @@ class Executor:
             self._send(Kind.ANSWER, (number, seated.rank, "none", None, times))
         else:
             self._answer(number, seated, result, given, times)
+
+    def _together(self, command: Command, started: float) -> None:
+        number, _, body = command.load()
+        here = [self._workers[name] for name in body["clusters"] if name in self._workers]
+        place, function = body["ranks"].index(self.rank), body["function"]
+        self._doing = Doing(here[0].role, here[0].rank, function.rpartition(".")[2])
+        with self._prefetching(), self._own_draws():
+            self._gang((number, -1))
+            began = time.time()
+            seed_command(body["seed"], body["role"], place, body["step"], function, body["count"])
+            workers = {seated.role: seated.worker for seated in here}
+            given = Here(self.rank, workers, self.transport)
+            result = import_object(function)(given, **body["arguments"])
+        answer = encode(result, Given(None, None), self._doing)
+        if answer.sent:
+            nbytes = sum(buffer.numel() for buffer in answer.sent)
+            raise ValueError(
+                f"{function} gave {nbytes} bytes of tensors; leave them with the workers, and "
+                "return what the driver decides by"
+            )
+        times = (command.received, started, began, time.time())
+        head = (number, place, answer.kind, answer.spec, times)
+        self._send(Kind.ANSWER, head, answer.inline)
+
+    def _own_draws(self) -> contextlib.AbstractContextManager[None]:
+        """What a worker draws does not move the driver's random states."""
+        return kept_random_state() if self.rank == self.driver_rank else contextlib.nullcontext()
 
     # --- what comes in ----------------------------------------------------------------------
 
@@ -244,7 +272,8 @@ class Executor:
             assert share.group is not None, "several receivers, and no group for them"
             self._gang((arrivals.number, index))
             for buffer in buffers:
-                self.transport.broadcast(buffer, share.source, seated.groups[share.group])
+                group = seated.groups[share.group]
+                self.transport.broadcast(buffer, share.source, group).wait()
         args, kwargs, inputs = arrivals.arguments()
         # looked at now: the method may change the columns
         given = (Given.of(data) for data in inputs)

@@ -57,7 +57,7 @@ class Transport(Protocol):
     def irecv(self, into: torch.Tensor, peer: int, group: Group, tag: int) -> Work:
         """Receive bytes from a rank of the group."""
 
-    def broadcast(self, data: torch.Tensor, source: int, group: Group) -> None:
+    def broadcast(self, data: torch.Tensor, source: int, group: Group) -> Work:
         """Bytes of `source` to all of the group, in place; every member calls it."""
 
 
@@ -117,13 +117,13 @@ class LocalTransport:
     def irecv(self, into: torch.Tensor, peer: int, group: Group, tag: int) -> Work:
         return _Pickup(into, self._mail, (peer, self.rank, tag))
 
-    def broadcast(self, data: torch.Tensor, source: int, group: Group) -> None:
-        if source == self.rank:
-            for peer in group.ranks:
-                if peer != source:
-                    self._mail.put((source, peer, group), data.clone())
-        else:
-            data.copy_(self._mail.take((source, self.rank, group)))
+    def broadcast(self, data: torch.Tensor, source: int, group: Group) -> Work:
+        if source != self.rank:
+            return _Pickup(data, self._mail, (source, self.rank, group))
+        for peer in group.ranks:
+            if peer != source:
+                self._mail.put((source, peer, group), data.clone())
+        return _Sent()
 
 
 class GlooTransport:
@@ -164,5 +164,8 @@ class GlooTransport:
         assert work is not None, f"rank {self.rank} is not in the data group {group}"
         return work
 
-    def broadcast(self, data: torch.Tensor, source: int, group: Group) -> None:
-        dist.broadcast(data, group=self._groups[group], group_src=group.rank_of(source))
+    def broadcast(self, data: torch.Tensor, source: int, group: Group) -> Work:
+        members, first = self._groups[group], group.rank_of(source)
+        work = dist.broadcast(data, group=members, group_src=first, async_op=True)
+        assert work is not None, f"rank {self.rank} is not in the group {group}"
+        return work

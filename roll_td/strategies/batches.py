@@ -46,12 +46,15 @@ class Response:
     """stop or length; empty while it is being sampled."""
 
 
-def with_responses(batch: DataProto, responses: Sequence[Response]) -> DataProto:
+def with_responses(
+    batch: DataProto, responses: Sequence[Response], weight_version: int
+) -> DataProto:
     """The rows of `batch`, each as often as there are responses to it, with these appended.
 
     Rows are right-padded prompts: input_ids int64 (B, T), lengths int64 (B); responses are in row
-    order, n for each. Returns B · n rows with input_ids, lengths, response_mask, infer_log_probs
-    and finish_reason of the result; other columns are repeated, and padded where they go by token.
+    order, n for each. Returns B · n rows with input_ids, lengths, response_mask, infer_log_probs,
+    weight_version (int32 (B, T): 0 where no response is, as no weights made a prompt) and
+    finish_reason of the result; other columns are repeated, and padded where they go by token.
     """
     rows = batch.repeat(len(responses) // max(len(batch), 1))
     ids, lengths = rows["input_ids"], rows["lengths"].clone()
@@ -74,6 +77,7 @@ def with_responses(batch: DataProto, responses: Sequence[Response]) -> DataProto
             "lengths": torch.tensor(ends, dtype=lengths.dtype),
             "response_mask": mask,
             "infer_log_probs": log_probs,
+            "weight_version": mask.int() * weight_version,
             "finish_reason": object_column("finish_reason", [r.finish_reason for r in responses]),
         }
     )

@@ -37,12 +37,13 @@ from roll_td.strategies.base import (
     StrategyContext,
     TrainStrategy,
 )
+from roll_td.strategies.exchange import VERSION, HoldsWeights
 from roll_td.strategies.operations import Operations
 
 STATES = ("model", "optimizer", "gradients")
 
 
-class Fsdp2Infer(Operations, InferenceStrategy):
+class Fsdp2Infer(HoldsWeights, Operations, InferenceStrategy):
     """A sharded model that gives log-probs and entropies."""
 
     def __init__(self, context: StrategyContext) -> None:
@@ -75,6 +76,9 @@ class Fsdp2Infer(Operations, InferenceStrategy):
 
     def _shard(self) -> None:
         compute = self._training.compute_dtype
+        self._units: list[FSDPModule] = []
+        if self._mesh.size() == 1 and compute is None:
+            return  # nothing to gather, and hooks that do nothing take 6 ms of a micro-batch
         policy = MixedPrecisionPolicy(
             param_dtype=getattr(torch, compute) if compute else None, reduce_dtype=torch.float32
         )
@@ -114,7 +118,9 @@ class Fsdp2Infer(Operations, InferenceStrategy):
         """Read what save_checkpoint wrote, on any number of ranks. Raises ValueError if it is of
         another model."""
         with self._resident():
-            states.load(folder, self._checkpoint(), self._group)
+            tensors = self._checkpoint()
+            states.load(folder, tensors, self._group)
+            self.weight_version = int(tensors[VERSION])
 
     def offload_states(self, include: Iterable[str] = STATES) -> None:
         """Move states to host memory; they take none of the device's until load_states. Gradients
@@ -133,7 +139,7 @@ class Fsdp2Infer(Operations, InferenceStrategy):
         """Each weight once, whole, with the name that Hugging Face has for it, in one order; LoRA
         is merged in. All ranks of the role go through it together: each step gathers one."""
         self._require("model")
-        return models.full_weights(self.model)
+        return models.full_weights(self.model, states.whole)
 
     def export_hf(self, folder: Path) -> None:
         """Write a folder that transformers loads, on worker 0; all workers call it together."""
@@ -144,6 +150,9 @@ class Fsdp2Infer(Operations, InferenceStrategy):
             has_tokenizer = config.tokenizer or config.path
             tokenizer = models.load_tokenizer(config) if has_tokenizer else None
             models.export_hf(folder, self.model, weights, tokenizer)
+
+    def _require_model(self) -> None:
+        self._require("model")
 
     @property
     def _group(self) -> Any:
@@ -200,7 +209,8 @@ class Fsdp2Infer(Operations, InferenceStrategy):
         return list(self.model.parameters()) if state == "model" else []
 
     def _checkpoint(self) -> dict[str, Tensor]:
-        return {f"model.{name}": tensor.detach() for name, tensor in states.named(self.model)}
+        tensors = {f"model.{name}": tensor.detach() for name, tensor in states.named(self.model)}
+        return tensors | {VERSION: torch.tensor(self.weight_version)}
 
 
 class Fsdp2Train(Fsdp2Infer, TrainStrategy):
@@ -310,7 +320,7 @@ class Fsdp2Train(Fsdp2Infer, TrainStrategy):
             for key in optimizer.MOMENTS:
                 moment = self.optimizer.state[part][key]
                 tensors[f"optimizer.{key}.{name}"] = states.shard_like(moment, parameter)
-        return tensors | {"step": self.step}
+        return tensors | {"step": self.step, VERSION: torch.tensor(self.weight_version)}
 
 
 class _Root(nn.Module):

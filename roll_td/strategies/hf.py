@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
-from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from roll_td.protocol import DataProto
 from roll_td.strategies import packing, sampling, states
 from roll_td.strategies.base import ForwardFunc, InferenceStrategy, ModelProvider
 from roll_td.strategies.batches import by_micro_batch, with_responses
+from roll_td.strategies.exchange import VERSION, HoldsWeights
 from roll_td.strategies.generation import Sample, Sampler, Stop
 from roll_td.strategies.operations import Operations
 
@@ -23,7 +25,7 @@ STATES = {"model", "optimizer", "gradients"}
 """What can be named; this strategy has a model alone."""
 
 
-class HfInfer(Operations, InferenceStrategy):
+class HfInfer(HoldsWeights, Operations, InferenceStrategy):
     """A whole model on each worker; the workers have nothing to do with each other."""
 
     def initialize(self, model_provider: ModelProvider) -> None:
@@ -62,8 +64,9 @@ class HfInfer(Operations, InferenceStrategy):
 
         batch: right-padded prompts, input_ids int64 (B, T) and lengths int64 (B). Returns its
         columns repeated, and of prompt and response: input_ids, lengths, response_mask,
-        infer_log_probs (of the distribution sampled from, temperature 0 counts as 1 there) and
-        finish_reason: stop, or length for max_new_tokens and for the model's last position.
+        infer_log_probs (of the distribution sampled from, temperature 0 counts as 1 there),
+        weight_version and finish_reason: stop, or length for max_new_tokens and for the model's
+        last position.
 
         Response j of a row draws from random numbers of its own, made of seed and, with a column
         sample_id, sample_id · n + j, else row · n + j: what else is in the batch does not reach it.
@@ -96,38 +99,25 @@ class HfInfer(Operations, InferenceStrategy):
         with torch.inference_mode():
             stop = self._stop(generation)
             Sampler(self.model, generation, stop, settings.batch_size, prompts, samples).run()
-        return with_responses(batch, samples)
+        return with_responses(batch, samples, self.weight_version)
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy (name in Hugging Face, tensor) into the model, in its dtype.
-
-        Every weight comes exactly once; of tied ones one name is enough, and two must be equal.
-        ValueError for an unknown or missing name, a second time, another shape, or if the model is
-        offloaded; the model then has some of the new weights.
-        """
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Each weight once, with the name that Hugging Face has for it, in one order."""
         self._require_model()
-        own = self.model.state_dict(keep_vars=True)
-        by: dict[int, str] = {}
-        seen: set[str] = set()
-        for name, tensor in weights:
-            if name in seen:
-                raise ValueError(f"weight {name} came twice; send each once")
-            if name not in own:
-                near = ", ".join(get_close_matches(name, own.keys() - seen, 1))
-                raise ValueError(f"weight {name} is none of the model's; nearest: {near or 'none'}")
-            seen.add(name)
-            target = own[name].detach()
-            if tensor.shape != target.shape:
-                shapes = f"{list(tensor.shape)}, here {list(target.shape)}"
-                raise ValueError(f"weight {name} is {shapes}; update from the same architecture")
-            tensor = tensor.to(target)
-            first = by.setdefault(id(own[name]), name)
-            if first == name:
-                target.copy_(tensor)
-            elif not torch.equal(tensor, target):
-                raise ValueError(f"weights {first} and {name} differ, but are tied here")
-        if missing := [name for name, tensor in own.items() if id(tensor) not in by]:
-            raise ValueError(f"{len(missing)} of {len(own)} weights did not come: {missing[:4]}")
+        return models.full_weights(self.model)
+
+    def save_checkpoint(self, folder: Path) -> None:
+        """Write the weights and their version into a folder; all workers of the role together, as
+        they have the same. What was offloaded is so after."""
+        with self._resident():
+            states.save(folder, self._checkpoint(), self.context.groups["world"])
+
+    def load_checkpoint(self, folder: Path) -> None:
+        """Read what save_checkpoint wrote. Raises ValueError if it is of another model."""
+        with self._resident():
+            tensors = self._checkpoint()
+            states.load(folder, tensors, self.context.groups["world"])
+            self.weight_version = int(tensors[VERSION])
 
     def offload_states(self, include: Iterable[str] = ("model",)) -> None:
         """Move the model to host memory until load_states. ValueError for an unknown state."""
@@ -139,6 +129,20 @@ class HfInfer(Operations, InferenceStrategy):
         if _has_model(include) and self._offloaded is not None:
             self._offloaded.load()
             self._offloaded = None
+
+    def _checkpoint(self) -> dict[str, Tensor]:
+        tensors = {f"model.{name}": tensor.detach() for name, tensor in states.named(self.model)}
+        return tensors | {VERSION: torch.tensor(self.weight_version)}
+
+    @contextmanager
+    def _resident(self) -> Iterator[None]:
+        was_away = self._offloaded is not None
+        self.load_states()
+        try:
+            yield
+        finally:
+            if was_away:
+                self.offload_states()
 
     def _forward(self, micro: DataProto) -> packing.Output:
         ids, lengths = micro["input_ids"], micro["lengths"]

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from roll_td.config.model import GenerationConfig
 from roll_td.config.strategies import MockConfig
 from roll_td.protocol import DataProto
-from roll_td.strategies import sampling
+from roll_td.strategies import sampling, states
 from roll_td.strategies.base import (
     ForwardFunc,
     InferenceStrategy,
@@ -22,6 +23,7 @@ from roll_td.strategies.base import (
     StrategyContext,
 )
 from roll_td.strategies.batches import Response, by_micro_batch, with_responses
+from roll_td.strategies.exchange import VERSION, Part
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class MockInfer(InferenceStrategy):
         super().__init__(context)
         self._config: MockConfig = self.settings or MockConfig()
         self._calls = 0
+        self.weight_version = 0
 
     def initialize(self, model_provider: ModelProvider) -> None:
         """Make no model."""
@@ -96,12 +99,28 @@ class MockInfer(InferenceStrategy):
                 log_probs = _log_probs(torch.tensor([[prompt_end, *tokens]]))[0, 1:].tolist()
                 reason = "length" if count == most else "stop"
                 responses.append(Response(tokens, log_probs, reason))
-        return with_responses(batch, responses)
+        return with_responses(batch, responses, self.weight_version)
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take all of them, as their source may have to gather them, and keep none."""
-        for _ in weights:
-            pass
+    def setup_model_update(self) -> None:
+        """None: it takes weights of any names and shapes."""
+
+    def update_parameter_in_bucket(self, parts: Iterable[Part]) -> None:
+        """Keep none of them."""
+
+    def process_weights_after_loading(self, version: int) -> None:
+        """Remember the number of the update."""
+        self.weight_version = version
+
+    def save_checkpoint(self, folder: Path) -> None:
+        """Write the version of the weights that there would be."""
+        tensors = {VERSION: torch.tensor(self.weight_version)}
+        states.save(folder, tensors, self.context.groups["world"])
+
+    def load_checkpoint(self, folder: Path) -> None:
+        """Read what save_checkpoint wrote."""
+        tensors = {VERSION: torch.tensor(self.weight_version)}
+        states.load(folder, tensors, self.context.groups["world"])
+        self.weight_version = int(tensors[VERSION])
 
     def offload_states(self, include: Iterable[str] = ("model",)) -> None:
         """There is nothing to move."""

@@ -60,7 +60,9 @@ def test_a_broadcast_copies_from_its_source_to_all() -> None:  # B12
     inside = (3, 1, 2)  # in role order; rank 0 is outside
     data = {rank: torch.full((3,), rank, dtype=torch.uint8) for rank in inside}
     threads = [
-        threading.Thread(target=members[rank].broadcast, args=(data[rank], 3, Group(inside, 1.0)))
+        threading.Thread(
+            target=lambda r=rank: members[r].broadcast(data[r], 3, Group(inside, 1.0)).wait()
+        )
         for rank in inside
     ]
     for thread in threads:

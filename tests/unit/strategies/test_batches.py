@@ -44,6 +44,7 @@ def test_with_responses_widens_token_columns_and_repeats_the_others():
             Response([0], [-1.0], "stop"),
             Response([3], [-2.0], "stop"),
         ],
+        weight_version=6,
     )
     assert out["input_ids"].tolist() == [
         [7, 8, 9, 1, 2],
@@ -58,6 +59,8 @@ def test_with_responses_widens_token_columns_and_repeats_the_others():
         [0, 1, 0, 0, 0],
         [0, 1, 0, 0, 0],
     ]
+    assert out["weight_version"].dtype == torch.int32
+    assert torch.equal(out["weight_version"], out["response_mask"] * 6)
     assert out["infer_log_probs"].tolist()[::2] == [[0, 0, 0, -0.5, -0.25], [0, -1, 0, 0, 0]]
     assert out["labels"].tolist()[3] == [5, -100, -100, -100, -100]
     assert out["finish_reason"].tolist() == ["length", "length", "stop", "stop"]
@@ -71,15 +74,16 @@ def test_no_rows_give_no_rows_with_all_columns():
     empty = DataProto(
         {"input_ids": torch.zeros(0, 4, dtype=torch.long), "lengths": torch.zeros(0).long()}
     )
-    out = with_responses(empty, [])
+    out = with_responses(empty, [], 1)
     assert len(out) == 0
     assert set(out.keys()) == {
         "input_ids",
         "lengths",
         "response_mask",
         "infer_log_probs",
+        "weight_version",
         "finish_reason",
     }
     assert [out["response_mask"].dtype, out["infer_log_probs"].dtype] == [torch.bool, torch.float32]
-    joined = DataProto.concat([out, with_responses(empty, [])])
+    joined = DataProto.concat([out, with_responses(empty, [], 1)])
     assert joined["input_ids"].shape == (0, 4)

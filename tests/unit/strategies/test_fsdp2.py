@@ -21,6 +21,7 @@ from roll_td.models import load_model
 from roll_td.plan import default_plan, local
 from roll_td.protocol import DataProto
 from roll_td.strategies.base import StrategyContext
+from roll_td.strategies.exchange import Part
 from roll_td.strategies.fsdp2 import Fsdp2Infer, Fsdp2Train
 
 FIELDS = {
@@ -148,6 +149,27 @@ def test_lora_trains_adapters_alone(mesh: DeviceMesh, tmp_path: Path) -> None:
     other = made(Fsdp2Train, mesh, model, compute_dtype="bfloat16")
     other.load_checkpoint(tmp_path / "a")
     assert all(torch.equal(after[n], w) for n, w in other.full_parameters())
+
+
+def test_new_weights_reach_the_next_forward_pass(mesh: DeviceMesh) -> None:  # E01, E08
+    strategy, source = made(Fsdp2Infer, mesh), made(Fsdp2Train, mesh)
+    data = batch()
+
+    def log_probs(of: Any) -> torch.Tensor:
+        def columns(micro: DataProto, output: Any) -> dict[str, torch.Tensor]:
+            return {"x": of.op_compute_log_probs(output, micro["input_ids"])}
+
+        return of.forward_step(data, columns)["x"]
+
+    for version in (1, 2):
+        source.train_step(batch(), loss_of(source))
+        assert not torch.equal(log_probs(strategy), log_probs(source))
+        for name, weight in source.full_parameters():
+            part = Part(name, tuple(weight.shape), 0, weight.reshape(-1).clone())
+            strategy.update_parameter_in_bucket([part])
+        strategy.process_weights_after_loading(version)
+        assert torch.equal(log_probs(strategy), log_probs(source))
+        assert strategy.weight_version == version
 
 
 def test_a_checkpoint_of_another_model_is_refused(mesh: DeviceMesh, tmp_path: Path) -> None:

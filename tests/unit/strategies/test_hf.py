@@ -2,6 +2,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
@@ -16,6 +17,7 @@ from roll_td.models import full_weights, load_model
 from roll_td.plan import level, local
 from roll_td.protocol import DataProto
 from roll_td.strategies.base import StrategyContext
+from roll_td.strategies.exchange import Part
 from roll_td.strategies.hf import HfInfer
 
 FIELDS = {
@@ -32,13 +34,22 @@ FIELDS = {
 LENGTHS = [5, 1, 17, 9, 9, 3, 12]
 
 
-def context(fields=FIELDS, batch_size=4, packing=True, micro_batch_size=3, **model):
+@pytest.fixture(scope="module")
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def context(fields=FIELDS, batch_size=4, packing=True, micro_batch_size=3, group=None, **model):
     model = ModelConfig(config=fields, **model) if fields else ModelConfig(**model)
     args = StrategyArgs("hf_infer", {"batch_size": batch_size})
     training = TrainingConfig(packing=packing, micro_batch_size=micro_batch_size)
     config = WorkerConfig(name="infer", world_size=1, strategy_args=args, training=training)
     place = rank_infos(data_parallel(1))[0]
-    return StrategyContext("infer", config, model, place, {}, None, torch.device("cpu"), 42)
+    return StrategyContext(
+        "infer", config, model, place, {"world": group}, None, torch.device("cpu"), 42
+    )
 
 
 def strong(config, seed):
@@ -235,9 +246,19 @@ def test_stop_strings_and_the_end_token_of_a_tokenizer(tmp_path):
     assert {full.endswith("<eos>") for full, _ in texts[0]} == {True, False}
 
 
+def update(infer, weights, version=1, most=700):
+    """Give it weights in parts of at most so many numbers."""
+    for name, weight in weights:
+        flat = weight.detach().reshape(-1)
+        for start in range(0, len(flat), most):
+            part = Part(name, tuple(weight.shape), start, flat[start : start + most].clone())
+            infer.update_parameter_in_bucket([part])
+            part.values.zero_()
+    infer.process_weights_after_loading(version)
+
+
 @pytest.mark.parametrize("tied", [True, False])
-def test_load_weights_in_place_by_name(tied):
-    """E03: a tied head comes by one name or, equal, by both."""
+def test_new_weights_come_in_parts_into_the_old_ones_place(tied):  # E01, E03, E08
     fields = FIELDS | {"tie_word_embeddings": tied}
     infer = strategy(fields, provider=load_model)
     pointers = [parameter.data_ptr() for parameter in infer.model.parameters()]
@@ -246,46 +267,49 @@ def test_load_weights_in_place_by_name(tied):
     assert ("lm_head.weight" in weights) is not tied
     batch, config = prompts(), GenerationConfig(max_new_tokens=10)
     before = infer.generate(batch, config, seed=1)
-    infer.load_weights(weights.items())
-    assert [parameter.data_ptr() for parameter in infer.model.parameters()] == pointers
-    ids = batch["input_ids"][2]
-    with torch.no_grad():
-        assert torch.equal(logits_of(infer, ids), source(input_ids=ids[None]).logits[0])
-    after = infer.generate(batch, config, seed=1)
-    assert not torch.equal(before["input_ids"], after["input_ids"])
-    own = HfInfer(context(fields))
-    own.initialize(lambda *_: source)
-    assert torch.equal(after["input_ids"], own.generate(batch, config, seed=1)["input_ids"])
-    if tied:
-        both = weights | {"lm_head.weight": weights["model.embed_tokens.weight"]}
-        infer.load_weights(both.items())
-        both["lm_head.weight"] = both["lm_head.weight"] + 1
-        with pytest.raises(ValueError, match=r"embed_tokens.weight and lm_head.weight differ"):
-            infer.load_weights(both.items())
+    assert not before["weight_version"].any()
+    for version in (3, 5):
+        weights["model.embed_tokens.weight"].neg_()  # that of the head too, if they are tied
+        update(infer, weights.items(), version)
+        assert [parameter.data_ptr() for parameter in infer.model.parameters()] == pointers
+        ids = batch["input_ids"][2]
+        with torch.no_grad():
+            assert torch.equal(logits_of(infer, ids), source(input_ids=ids[None]).logits[0])
+        after = infer.generate(batch, config, seed=1)
+        assert torch.equal(after["weight_version"], after["response_mask"].int() * version)
+        assert not torch.equal(before["input_ids"], after["input_ids"])
+        own = HfInfer(context(fields))
+        own.initialize(lambda *_: source)
+        assert torch.equal(after["input_ids"], own.generate(batch, config, seed=1)["input_ids"])
+        before = after
 
 
-def test_load_weights_takes_each_name_once_and_leaves_none_out():
-    infer = strategy()
-    weights = dict(full_weights(infer.model))
-    name = "model.layers.1.mlp.up_proj.weight"
-    for wrong, message in (
-        ([*weights.items(), (name, weights[name])], f"{name} came twice"),
-        ([(name + "s", weights[name])], f"{name}s is none of the model's; nearest: {name}"),
-        ([(n, w) for n, w in weights.items() if n != name], rf"1 of 25 .* did not come: \['{name}"),
-        ([(name, weights[name].T)], r"is \[64, 128\], here \[128, 64\]"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            infer.load_weights(wrong)
-
-
-def test_load_weights_casts_to_the_dtype_of_the_model():
+def test_weights_are_cast_to_the_dtype_of_the_model():
     infer = strategy(dtype="bfloat16")
     source = strong(ModelConfig(config=FIELDS), 43)
-    infer.load_weights(full_weights(source))
+    update(infer, full_weights(source))
     for own, theirs in zip(infer.model.parameters(), source.parameters(), strict=True):
         assert torch.equal(own, theirs.to(torch.bfloat16))
     out = infer.generate(prompts(), GenerationConfig(max_new_tokens=5), seed=1)
     assert out["infer_log_probs"].dtype == torch.float32
+
+
+def test_a_checkpoint_gives_weights_and_version_back(group, tmp_path):
+    infer = strategy(group=group)
+    update(infer, full_weights(strong(ModelConfig(config=FIELDS), 43)), 7)
+    kept = {name: weight.clone() for name, weight in infer.full_parameters()}
+    infer.offload_states()
+    infer.save_checkpoint(tmp_path)
+    assert all(p.untyped_storage().nbytes() == 0 for p in infer.model.parameters())
+    other = strategy(group=group)
+    assert not all(torch.equal(w, kept[name]) for name, w in other.full_parameters())
+    other.offload_states()
+    other.load_checkpoint(tmp_path)
+    other.load_states()
+    assert all(torch.equal(w, kept[name]) for name, w in other.full_parameters())
+    assert other.weight_version == 7
+    with pytest.raises(ValueError, match="not of this model"):
+        strategy(FIELDS | {"vocab_size": 65}, group=group).load_checkpoint(tmp_path)
 
 
 def test_offload_and_load_are_bit_equal():
@@ -301,7 +325,8 @@ def test_offload_and_load_are_bit_equal():
     for call in (
         lambda: infer.generate(batch, config, 1),
         lambda: infer.forward_step(batch, lambda *_: {}),
-        lambda: infer.load_weights(kept.items()),
+        lambda: update(infer, kept.items()),
+        infer.full_parameters,
     ):
         with pytest.raises(ValueError, match=r"role infer: the model is offloaded; call load_st"):
             call()

@@ -13,6 +13,7 @@ from roll_td.config.strategies import StrategyArgs
 from roll_td.distributed.topology import data_parallel, rank_infos
 from roll_td.protocol import DataProto
 from roll_td.strategies.base import StrategyContext
+from roll_td.strategies.exchange import Part
 from roll_td.strategies.mock import MockInfer
 
 
@@ -97,11 +98,13 @@ def test_latency_and_faults_are_those_configured():
     infer.forward_step(prompts(), lambda micro, output: {})
 
 
-def test_load_weights_takes_all_of_them():
-    weights = iter([("a", torch.ones(1)), ("b", torch.ones(1))])
-    infer = strategy()
-    infer.load_weights(weights)
-    assert next(weights, None) is None
+def test_it_takes_any_weights_and_stamps_their_version():
+    infer, config = strategy(), GenerationConfig(max_new_tokens=5)
+    assert infer.setup_model_update() is None
+    infer.update_parameter_in_bucket([Part("a", (1,), 0, torch.ones(1))])
+    infer.process_weights_after_loading(3)
+    out = infer.generate(prompts(), config, seed=1)
+    assert torch.equal(out["weight_version"], out["response_mask"].int() * 3)
     infer.offload_states()
     infer.load_states({"model"})
 

@@ -39,3 +39,5 @@ def test_plain_tensors_have_no_shards() -> None:
     part = states.local(tensor)
     assert part.data_ptr() == tensor.data_ptr() and not part.requires_grad
     assert states.shard_like(part, tensor) is part
+    assert states.cut_of(tensor) is None
+    assert states.whole(tensor).data_ptr() == tensor.data_ptr()

@@ -1,0 +1,1 @@
+"""Weight updates: `plan` says who sends what to whom, `update` does it."""
