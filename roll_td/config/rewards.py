@@ -1,0 +1,219 @@
+"""Rewards by domain: which functions say what a response is worth. No torch here.
+
+A reward function is given one response: `f(response, ground_truth, …, *, setting, …) -> float |
+None`. Its positional parameters have names of columns of the batch that hold an object a row, and
+get that row's; keyword-only ones are settings. None or NaN is "no score".
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from roll_td.config.base import WorkerConfig
+from roll_td.config.functions import Function, FunctionArgs, require
+from roll_td.config.schema import ConfigError, Problem
+
+DEFAULT = "default"
+"""The tag whose rewards judge the rows of all domains that have none, and rows without domain."""
+
+
+@dataclass
+class MathRuleSettings:
+    """Equal as mathematics."""
+
+    gold_after: str | None = None
+    """The ground truth is the text after the last of these, if it has one: '####' for GSM8K. None:
+    all of it."""
+
+    def __post_init__(self) -> None:
+        require(self, gold_after=(self.gold_after != "", "must not be empty"))
+
+
+@dataclass
+class ExactMatchSettings:
+    """Equal as text."""
+
+    after: str | None = None
+    """What counts is the text after the last of these; without one a response gets 0, and a ground
+    truth is taken whole. None: all of it. Space around it never counts."""
+    part: Literal["text", "last_integer"] = "text"
+    """What of that is compared: all, or the last whole number in it."""
+
+    def __post_init__(self) -> None:
+        require(self, after=(self.after != "", "must not be empty"))
+
+
+@dataclass
+class FormatSettings:
+    """The shape of a response."""
+
+    pattern: str
+    """Regular expression that the whole response has to match, space around it left out; a dot
+    matches line ends too."""
+
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            require(self, pattern=(False, f"is no regular expression: {error}"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardFunction(Function):
+    """A row of the table."""
+
+    columns: tuple[str, ...]
+    """Names of its positional parameters."""
+    timeout_s: float | None = None
+    """Seconds it may take for a response, where the config says nothing; None: no limit."""
+    gold_check: str | None = None
+    """Dotted path of a function of `ground_truth` and the same settings: 1 if that equals itself
+    by this reward, 0 if not, None if it has no meaning."""
+
+
+_REWARDS = "roll_td.rewards."
+
+REWARDS = {
+    "math_rule": RewardFunction(
+        path=_REWARDS + "math_rule.math_rule",
+        settings_cls=MathRuleSettings,
+        columns=("response", "ground_truth"),
+        timeout_s=5.0,
+        gold_check=_REWARDS + "math_rule.gold_equals_itself",
+    ),
+    "exact_match": RewardFunction(
+        path=_REWARDS + "texts.exact_match",
+        settings_cls=ExactMatchSettings,
+        columns=("response", "ground_truth"),
+    ),
+    "format": RewardFunction(
+        path=_REWARDS + "texts.format_match", settings_cls=FormatSettings, columns=("response",)
+    ),
+}
+
+
+@dataclass
+class RewardArgs(FunctionArgs):
+    """A reward function, and what its failures mean."""
+
+    weight: float = 1.0
+    """Its score counts this many times; the scores of a domain's functions are added."""
+    on_error: Literal["fail", "skip", "zero"] = "fail"
+    """What an exception in it does: end the job, leave the response without a score, score it 0.
+    Counted; the first is logged."""
+    timeout_s: float | None = None
+    """Seconds it may take for a response, in a process of its own that is then ended. None: 5 for
+    math_rule; no limit for the others, which then run in the rank itself."""
+    on_timeout: Literal["zero", "skip"] = "zero"
+    """What a response gets that takes longer, or takes the process down: 0, or no score. With skip
+    a wrong answer that can't be checked costs nothing, which a policy may learn. Counted."""
+    table: ClassVar[Mapping[str, Function]] = REWARDS
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.row, RewardFunction) and self.timeout_s is None:
+            self.timeout_s = self.row.timeout_s
+        limited = self.timeout_s is None or 0 < self.timeout_s < math.inf
+        require(
+            self,
+            weight=(math.isfinite(self.weight), "must be a finite number"),
+            timeout_s=(limited, "must be a finite number above 0"),
+        )
+
+    @property
+    def label(self) -> str:
+        """What metrics and columns call it: the last part of its name."""
+        return self.name.rpartition(".")[2]
+
+
+Rewards = dict[str, RewardArgs | list[RewardArgs]]
+"""Value of the column `domain` → the reward, or several that are added. See DEFAULT."""
+
+
+@dataclass
+class RewardWorkerConfig(WorkerConfig):
+    """The role that computes rewards; without world_size it has one worker."""
+
+    processes: int = 2
+    """Processes of each worker, for rewards with a time limit."""
+
+    def __post_init__(self) -> None:
+        if self.device_mapping is None and self.world_size is None:
+            self.world_size = 1
+        self.worker_cls = self.worker_cls or "roll_td.workers.reward.RewardWorker"
+        super().__post_init__()
+        require(self, processes=(self.processes >= 1, "must be at least 1"))
+
+
+def listed(rewards: Rewards) -> dict[str, list[RewardArgs]]:
+    """The functions of each domain."""
+    return {
+        tag: functions if isinstance(functions, list) else [functions]
+        for tag, functions in rewards.items()
+    }
+
+
+def tag_of(rewards: Mapping[str, object], domain: object) -> str:
+    """The key of `rewards` that judges a domain's rows.
+
+    ValueError for a domain that has none, where there is no DEFAULT either.
+    """
+    if isinstance(domain, str) and domain in rewards:
+        return domain
+    if DEFAULT in rewards:
+        return DEFAULT
+    there = f"there are {', '.join(rewards) or 'none'}"
+    fix = f"add it to rewards, or a reward {DEFAULT} for all others"
+    raise ValueError(f"domain={domain!r} has no reward: {there}; {fix}")
+
+
+def check_domains(rewards: Rewards, domains: Iterable[object]) -> None:
+    """Raise ConfigError, each domain once, if some of a data set's have no reward."""
+    problems = []
+    for domain in dict.fromkeys(domains):
+        try:
+            tag_of(rewards, domain)
+        except ValueError as error:
+            problems.append(Problem("rewards", "", str(error), ""))
+    if problems:
+        raise ConfigError(problems)
+
+
+def reward_problems(rewards: Rewards, columns: Collection[str]) -> list[Problem]:
+    """What keeps a run from having rewards, as far as can be told without importing a function of
+    the user's own; keys as in Rewards. `columns`: those that a row has when it is judged."""
+    if not rewards:
+        fix = f"name one: rewards: {{{DEFAULT}: {{name: exact_match}}}}"
+        return [Problem("", "", "is empty: nothing says what a response is worth", fix)]
+    problems = []
+    if "domain" not in columns and (tags := [tag for tag in rewards if tag != DEFAULT]):
+        rule = "is the reward of a domain, and rows have no column domain"
+        fix = f"keep one (data.keep: {{domain: …}}), or call the reward {DEFAULT}"
+        problems += [Problem(tag, "", rule, fix) for tag in tags]
+    for tag, functions in listed(rewards).items():
+        problems += [problem.under(tag) for problem in _problems_of(functions, columns)]
+    return problems
+
+
+def _problems_of(functions: list[RewardArgs], columns: Collection[str]) -> list[Problem]:
+    if not functions:
+        fix = "name a function, or leave the domain out"
+        return [Problem("", "", "is empty: nothing says what a response is worth", fix)]
+    problems = []
+    labels = [function.label for function in functions]
+    for label in dict.fromkeys(label for label in labels if labels.count(label) > 1):
+        rule, fix = "is there twice: its columns would have one name", "use each function once"
+        problems.append(Problem("name", repr(label), rule, fix))
+    for row in (function.row for function in functions):
+        if not isinstance(row, RewardFunction):
+            continue
+        name = row.path.rpartition(".")[2]
+        if missing := [column for column in row.columns if column not in columns]:
+            rule = f"{name} needs columns that rows don't have: {', '.join(missing)}"
+            fix = f"keep them: data.keep: {{{missing[0]}: …}}"
+            problems.append(Problem("", "", rule, fix))
+    return problems
