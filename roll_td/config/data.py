@@ -15,7 +15,7 @@ FORMATS = (".jsonl", ".json", ".parquet")
 """How the name of a file ends: an object a line, a list of objects, a table."""
 PERIOD = 10_000
 """Data sets are mixed in units of 1/PERIOD."""
-_MADE_HERE = ("input_ids", "lengths", "labels", "group_id")
+_MADE_HERE = ("input_ids", "lengths", "labels", "group_id", "is_chosen")
 
 
 @dataclass
@@ -50,6 +50,12 @@ class DataConfig:
     """Column with the text of a prompt."""
     response_key: str | None = None
     """Column with the text of the answer to it."""
+    chosen_key: str | None = None
+    """Column with the better of two answers to a prompt: a text; the turns that follow those of
+    messages_key; or, without prompt_key and messages_key, a chat as a whole, of which the last turn
+    is the answer."""
+    rejected_key: str | None = None
+    """Column with the other one, in the same form."""
     keep: dict[str, str] = field(default_factory=dict)
     """Columns that stay with their rows, name in the batch: name in the file; for example
     ground_truth: answer."""
@@ -82,7 +88,7 @@ class DataConfig:
             problems.append(Problem("validation_split", repr(self.validation_split), rule, fix))
         if problems:
             raise ConfigError(problems)
-        if self.prompt_key is None and self.messages_key is None:
+        if self.prompt_key is None and self.messages_key is None and self.chosen_key is None:
             self.messages_key = "messages"
 
     @property
@@ -97,7 +103,8 @@ class DataConfig:
     @property
     def columns(self) -> list[str]:
         """The columns of a file that are read."""
-        named = [self.messages_key, self.prompt_key, self.response_key, *self.keep.values()]
+        named = [self.messages_key, self.prompt_key, self.response_key]
+        named += [self.chosen_key, self.rejected_key, *self.keep.values()]
         return list(dict.fromkeys(name for name in named if name is not None))
 
 
@@ -127,6 +134,21 @@ def answer_problems(config: DataConfig) -> list[Problem]:
         return []
     rule, fix = "is missing: there is nothing to learn from", "name the column with the answers"
     return [Problem("response_key", "", rule, fix)]
+
+
+def pair_problems(config: DataConfig) -> list[Problem]:
+    """What keeps a pipeline that learns from pairs of answers from running on the data."""
+    problems = []
+    if config.chosen_key is None:
+        rule, fix = "is missing: there is nothing to learn from", "name the column with the answers"
+        problems.append(Problem("chosen_key", "", rule, fix))
+    if config.response_key is not None:
+        rule = "is an answer that is neither chosen nor rejected"
+        problems.append(Problem("response_key", repr(config.response_key), rule, "leave it out"))
+    if config.truncation == "left":
+        rule = "would take from the two prompts of a pair parts that differ"
+        problems.append(Problem("truncation", "left", rule, "use drop or right"))
+    return problems
 
 
 def prompt_problems(config: DataConfig) -> list[Problem]:
@@ -198,6 +220,9 @@ def _column_problems(config: DataConfig) -> list[Problem]:
     if messages is not None and prompt is not None:
         rule, fix = "is given beside prompt_key", "drop one of them: a row has a chat or a prompt"
         problems.append(Problem("messages_key", repr(messages), rule, fix))
+    if (config.chosen_key is None) != (config.rejected_key is None):
+        key = "chosen_key" if config.chosen_key is None else "rejected_key"
+        problems.append(Problem(key, "", "is missing: a pair has two answers", "name its column"))
     if response is not None and prompt is None:
         rule, fix = "is given without prompt_key", "add it, or use messages_key alone"
         problems.append(Problem("response_key", repr(response), rule, fix))

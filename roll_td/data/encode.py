@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from roll_td.config.data import DataConfig
 from roll_td.data.read import BadRow, Row
 
-Purpose = Literal["answers", "prompts"]
-"""answers: learn from the answers in the data. prompts: up to where an answer is to begin."""
+Purpose = Literal["answers", "pairs", "prompts"]
+"""answers: learn from the answers in the data. pairs: from two answers to each prompt. prompts: up
+to where an answer is to begin."""
 Chat = list[dict[str, Any]]
 
 CUT_KINDS = frozenset({"too long", "nothing left"})

@@ -17,16 +17,17 @@ OUTSIDE = ("SLURM_", "TORCHELASTIC", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", 
 pytestmark = pytest.mark.timeout(90)
 
 
-def block(language: str) -> str:
-    """The README's one block of a language."""
-    (text,) = re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+def block(file: str) -> str:
+    """What the README shows of a file, or, by its language, the one block without a file."""
+    start = rf"`{file}`:\n\n```\w+" if "." in file else f"^```{file}"
+    (text,) = re.findall(rf"{start}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
     return text
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "my_pipeline.py").write_text(block("python"), encoding="utf-8")
-    (tmp_path / "my.yaml").write_text(block("yaml"), encoding="utf-8")
+    (tmp_path / "my_pipeline.py").write_text(block("my_pipeline.py"), encoding="utf-8")
+    (tmp_path / "my.yaml").write_text(block("my.yaml"), encoding="utf-8")
     return tmp_path
 
 
@@ -84,35 +85,50 @@ def test_a_failure_ends_the_job_and_names_the_place(folder: Path) -> None:
 
 
 def test_the_first_commands_come_early() -> None:
-    lines = README.splitlines()
-    line = lines.index("pip install torch==2.13.0 && pip install -e .") + 1
-    assert line < 25
-    assert lines[line : line + 2] == [
-        "roll-td run configs/transform/transform.yaml",
-        "roll-td run configs/sft/tiny.yaml",
-    ]
+    lines = [line.split(" ")[0] for line in README.splitlines()]
+    assert lines.index("launch/quickstart") < 25 and lines.index("tests/run") < 25
 
 
-def test_the_first_command_runs(tmp_path: Path) -> None:
-    config = ROOT / "configs/transform/transform.yaml"
-    ended = run(tmp_path, "-m", "roll_td.cli", "run", str(config))
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "step 2/3" in ended.stderr
-
-
-def test_your_own_data_and_model(tmp_path: Path) -> None:
-    """The second command of the README is that of test_sft."""
-    command = "roll-td run configs/sft/sft.yaml model.path=my-model data.train=my.jsonl"
-    assert command in README.splitlines()
+@pytest.fixture
+def my_model(folder: Path) -> Path:
+    """A folder with a model, prompts, and chats."""
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "configs/sft/tiny/tokenizer")
     fields = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 16}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": len(tokenizer)}
     model = AutoModelForCausalLM.from_config(Qwen3Config(**fields, **heads))
-    model.save_pretrained(tmp_path / "my-model")
-    tokenizer.save_pretrained(tmp_path / "my-model")
+    model.save_pretrained(folder / "my-model")
+    tokenizer.save_pretrained(folder / "my-model")
     turns = [{"role": "user", "content": "1+2"}, {"role": "assistant", "content": "3"}]
-    (tmp_path / "my.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
-    _, verb, config, *overrides = command.split()
-    ended = run(tmp_path, "-m", "roll_td.cli", verb, str(ROOT / config), *overrides, "max_steps=2")
+    row = {"prompt": "1+2", "ground_truth": "3", "messages": turns}
+    (folder / "my.jsonl").write_text(json.dumps(row) + "\n")
+    return folder
+
+
+SHORT = (
+    "max_steps=2", "batch_size=2", "eval_steps=null", "actor_infer.generation.max_new_tokens=4",
+    "actor_infer.generation.num_return_sequences=2",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_your_own_model_data_and_functions(my_model: Path, own: bool) -> None:
+    (my_model / "my_functions.py").write_text(block("my_functions.py"))
+    start = "roll-td run configs/rlvr/rlvr.yaml model.path=my-model data.train=my.jsonl"
+    commands = [line.split() for line in README.replace("\\\n", "").splitlines()
+                if line.startswith(start)]  # fmt: skip
+    assert [len(words) for words in commands] == [5, 9]
+    _, verb, config, *overrides = commands[own]
+    ended = run(my_model, "-m", "roll_td.cli", verb, str(ROOT / config), *overrides, *SHORT)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    lines = (my_model / "runs/rlvr/metrics.jsonl").read_text().splitlines()
+    reward = "reward/default/" + ("brief" if own else "math_rule")
+    assert [reward in json.loads(line) for line in lines] == [True, True]
+
+
+def test_your_own_model_is_fine_tuned(my_model: Path) -> None:
+    text = "roll-td run configs/sft/sft.yaml model.path=my-model data.train=my.jsonl"
+    assert f"`{text}`" in README
+    _, verb, config, *overrides = text.split()
+    ended = run(my_model, "-m", "roll_td.cli", verb, str(ROOT / config), *overrides, "max_steps=2")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "step 1/2" in ended.stderr

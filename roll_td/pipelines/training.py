@@ -1,0 +1,69 @@
+"""What pipelines share that train on batches of a data set, one optimiser step each."""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from typing import Any
+
+from roll_td.config.text import TrainedTextConfig
+from roll_td.data.encode import Purpose
+from roll_td.data.loader import load_data
+from roll_td.metrics import Last, Mean, Metric
+from roll_td.models import load_tokenizer
+from roll_td.pipelines.base import BasePipeline
+from roll_td.protocol import DataProto
+from roll_td.runtime.cluster import Cluster
+
+
+class TextTraining(BasePipeline):
+    """A subclass makes its roles, says what a step is and what validation tells."""
+
+    purpose: Purpose
+    """What the data is for."""
+    actor_train: Cluster
+    """The role that is trained, checkpointed and exported."""
+
+    def __init__(self, pipeline_config: TrainedTextConfig) -> None:
+        super().__init__(pipeline_config)
+        config = pipeline_config
+        self.tokenizer: Any = load_tokenizer(config.model)
+        data = load_data(config.data, self.tokenizer, self.purpose, config.batch_size, config.seed)
+        self.train_data, self.validation_data = data.train, data.validation
+        config.max_steps = config.max_steps or data.train.steps(config.epochs or 1)
+
+    @abstractmethod
+    def train_step(self, step: int, batch: DataProto) -> dict[str, Metric]:
+        """One optimiser step on the batch of a step; what it tells."""
+
+    @abstractmethod
+    def validate(self) -> dict[str, Metric]:
+        """What the validation data tells, each row counted once."""
+
+    def run(self) -> None:
+        """Train, validate, save; at the end export."""
+        for step in self.steps(self.pipeline_config.max_steps):
+            began = time.monotonic()
+            batch = self.train_data.batch(step)
+            self.log({**self.train_step(step, batch), **self.progress(batch, began)})
+            if self.is_validation_due(step):
+                self.log(self.validate())
+            self.do_checkpoint(step)
+        if self.pipeline_config.export_dir is not None:
+            self.actor_train.export(self.pipeline_config.export_dir)
+
+    def is_validation_due(self, step: int) -> bool:
+        """Whether to validate after `step`."""
+        if self.validation_data is None:
+            return False
+        done, every = step + 1, self.pipeline_config.eval_steps
+        return done == self.pipeline_config.max_steps or (every is not None and done % every == 0)
+
+    def progress(self, batch: DataProto, began: float) -> dict[str, Metric]:
+        """Epochs done, and how fast: tokens are real ones, learnt from or not."""
+        seconds = time.monotonic() - began
+        return {
+            "epoch": Last(self.train_data.epoch_of(self.global_step + 1)),
+            "time/step_s": Mean(seconds),
+            "time/tokens_per_s": Mean(batch["lengths"].sum().item() / seconds),
+        }
