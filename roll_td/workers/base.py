@@ -51,6 +51,16 @@ class ModelWorker(Worker):
         if own.exists():  # fewer ranks may have written it; commands seed themselves anyway
             load_random_state(own)
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, clear_cache=True)
+    def offload_states(self) -> None:
+        """Move all that the strategy holds to host memory, until load_states."""
+        self.strategy.offload_states()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_states(self) -> None:
+        """Move it back, bit-equal."""
+        self.strategy.load_states()
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def export(self, folder: str) -> None:
         """Write model and tokenizer as transformers loads them."""

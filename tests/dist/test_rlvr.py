@@ -110,6 +110,7 @@ def test_roles_shared_or_apart_learn_the_same(tmp_path: Path) -> None:
         config = write_rlvr(
             folder,
             max_steps=3,
+            offload=name == "overlapping",
             actor_train={
                 "device_mapping": devices["train"],
                 "training": {"learning_rate": 1.0e-3, "micro_batch_size": 2},

@@ -125,6 +125,15 @@ def test_your_own_model_data_and_functions(my_model: Path, own: bool) -> None:
     assert [reward in json.loads(line) for line in lines] == [True, True]
 
 
+def test_a_config_for_gpus_checks_out(my_model: Path) -> None:
+    (command,) = re.findall(r"^roll-td check configs.*$", README.replace("\\\n", ""), re.MULTILINE)
+    _, verb, config, *overrides = command.split()
+    ended = run(my_model, "-m", "roll_td.cli", verb, str(ROOT / config), *overrides)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "ranks to start: 10 (8 device and 2 CPU ranks a node)" in ended.stdout
+    assert re.search(r"^actor_infer +6-7 ", ended.stdout, re.MULTILINE)
+
+
 def test_your_own_model_is_fine_tuned(my_model: Path) -> None:
     text = "roll-td run configs/sft/sft.yaml model.path=my-model data.train=my.jsonl"
     assert f"`{text}`" in README
