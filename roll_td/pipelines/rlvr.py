@@ -18,6 +18,7 @@ from roll_td.data.loader import load_data
 from roll_td.metrics import Metric, Sum, merge_metrics
 from roll_td.models import load_tokenizer
 from roll_td.pipelines import outcomes
+from roll_td.pipelines.answering import answers, start_roles
 from roll_td.pipelines.base import BasePipeline
 from roll_td.pipelines.estimating import Estimator
 from roll_td.protocol import DataProto
@@ -52,14 +53,8 @@ class RLVRPipeline(BasePipeline):
         self.metrics: list[dict[str, Metric]] = []
         roles = [config.actor_train, config.actor_infer, config.reward]
         roles += [config.reference] if config.reference else []
-        clusters = self.create_clusters_parallel(
-            [(str(role.name), str(role.name), str(role.worker_cls), role) for role in roles]
-        )
-        self.actor_train = clusters[str(config.actor_train.name)]
-        self.actor_infer = clusters[str(config.actor_infer.name)]
-        self.reward = clusters[str(config.reward.name)]
-        self.reference = clusters[str(config.reference.name)] if config.reference else None
-        get([cluster.initialize(config, blocking=False) for cluster in clusters.values()])
+        self.actor_train, self.actor_infer, self.reward, *others = start_roles(self, *roles)
+        self.reference = others[0] if others else None
         self.reward.check_golds(data.train.kept, blocking=False)  # it logs what it finds
         self.set_model_update_pair(self.actor_train, self.actor_infer, config=config.model_update)
         self.set_checkpoint_clusters(self.actor_train)
@@ -101,7 +96,8 @@ class RLVRPipeline(BasePipeline):
                 groups += len(set(found[-1]["group_id"].tolist()))
                 if groups >= config.batch_size:
                     break
-            batch = DataProto.concat(found)
+            # without any signal, what was sampled last is trained on: nothing of it counts
+            batch = DataProto.concat(found) if groups else batch
             if groups > config.batch_size:
                 names = sorted(set(batch["group_id"].tolist()))[: config.batch_size]
                 batch = batch[torch.isin(batch["group_id"], torch.tensor(names))]
@@ -113,12 +109,8 @@ class RLVRPipeline(BasePipeline):
     ) -> tuple[DataProto, dict[str, Metric]]:
         """Answers to prompts that have a group_id, with scores float32 (B · n); and what the
         rewards tell of them."""
-        prompts.update({"sample_id": prompts["group_id"]})
         with self.on_device(self.actor_infer):
-            batch = self.actor_infer.generate(prompts, generation, seed)
-        rewards = self.reward.compute_rewards(DataProto(None, batch.non_tensor_batch))
-        batch.update(rewards)
-        return batch, rewards.meta_info["metrics"]
+            return answers(self.actor_infer, self.reward, prompts, generation, seed)
 
     def compute_log_probs(self, batch: DataProto) -> None:
         """Add old_log_probs where the update can't tell them itself, and ref_log_probs."""
