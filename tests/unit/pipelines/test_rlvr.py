@@ -57,12 +57,10 @@ def answering(scores: dict[int, tuple[float, float]]) -> Any:
 
     def answers(prompts: DataProto, generation: object, seed: int) -> tuple[DataProto, dict]:
         batch = prompts.repeat(2)
-        rows = len(batch)
+        rows, found = len(batch), [scores[group] for group in prompts["group_id"].tolist()]
         batch.update(
             {
-                "scores": torch.tensor(
-                    [s for g in prompts["group_id"].tolist() for s in scores[g]]
-                ),
+                "scores": torch.tensor(found).flatten(),
                 "response_mask": torch.ones(rows, 3, dtype=torch.bool),
                 "input_ids": torch.ones(rows, 3, dtype=torch.int64),
                 "lengths": torch.full((rows,), 3),
@@ -133,7 +131,7 @@ def test_each_row_is_in_one_mini_batch_of_each_epoch() -> None:
     made.update_policy(batch)
     rows = [learnt["input_ids"][:, 0].tolist() for learnt in made.actor_train.learnt]
     assert [len(own) for own in rows] == [3, 3, 2] * 2
-    epochs = [sum(rows[:3], []), sum(rows[3:], [])]
+    epochs = [[row for own in half for row in own] for half in (rows[:3], rows[3:])]
     assert [sorted(epoch) for epoch in epochs] == [list(range(8))] * 2
     assert epochs[0] != epochs[1], "each in an order of its own"
     assert made.metrics[-1] == {"actor/loss": 6}
