@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 import os
+import secrets
 import signal
 import sys
 import tempfile
@@ -121,6 +122,7 @@ def _environment(ranks: int) -> Iterator[None]:
     before = set(os.environ)
     cores = len(os.sched_getaffinity(0))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
+    os.environ.setdefault("ROLL_TD_SECRET", secrets.token_hex(32))  # only our ranks may join
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # fresh large CPU tensors: 3 times faster
     try:
         yield

@@ -13,6 +13,7 @@ from roll_td.config.load import load
 from roll_td.config.schema import ConfigError
 from roll_td.distributed.world import World, read_world
 from roll_td.runtime.failure import Cause, end_process, say, write_error_file
+from roll_td.runtime.notices import hold_notices
 from roll_td.runtime.process import die_with_parent
 
 
@@ -27,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.path.insert(0, os.getcwd())
     try:
         world = read_world(os.environ)
+        hold_notices(os.environ)
     except ValueError as error:
         return _refuse(f"roll-td: {error}", None)
     die_with_parent(world)

@@ -1,5 +1,5 @@
-"""The command line: `roll-td check CONFIG` and `roll-td run CONFIG`, with key=value overrides, and
-`roll-td report RUN_DIR`."""
+"""The command line: `roll-td check`, `run` and `submit CONFIG`, with key=value overrides, and
+`roll-td report`, `status`, `logs` and `cancel RUN_DIR`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from roll_td.config.base import JobSize, WorkerConfig
 from roll_td.config.classes import check_class
@@ -40,7 +42,14 @@ class Report:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; the exit status is 0 if all is well, 1 for problems, 2 for wrong usage."""
-    arguments = vars(_parser().parse_args(argv))
+    parser = _parser()
+    parsed, rest = parser.parse_known_args(argv)
+    arguments = vars(parsed)
+    # argparse takes no key=value that stands behind an option
+    if "overrides" in arguments and all("=" in r and not r.startswith("-") for r in rest):
+        arguments["overrides"] += rest
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     command: Callable[..., int] = arguments.pop("command")
     return command(**arguments)
 
@@ -122,8 +131,8 @@ def _run(config: str, overrides: list[str]) -> int:
         return 1
     if report.size.num_nodes > 1:
         print(
-            f"num_nodes={report.size.num_nodes}: run starts the ranks of one machine; "
-            f"use torchrun or srun on each node. {_ranks_to_start(report.size)}",
+            f"num_nodes={report.size.num_nodes}: run starts the ranks of one machine; use "
+            f"roll-td submit, torchrun or srun. {_ranks_to_start(report.size)}",
             file=sys.stderr,
         )
         return 2
@@ -132,15 +141,40 @@ def _run(config: str, overrides: list[str]) -> int:
     return run_local(config, overrides, report.size.ranks_per_node)
 
 
+def _submit(config: str, overrides: list[str], nodes: int | None, **options: Any) -> int:
+    if nodes is not None:
+        overrides = [*overrides, f"num_nodes={nodes}"]
+    report = check(config, overrides)
+    for warning in report.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    if report.problems:
+        print(_problem_text(config, report.problems), file=sys.stderr)
+        return 1
+    from launch.submit import submit_with
+
+    return _told("submit", lambda: submit_with(config, overrides, **options))
+
+
+def _of_job(command: str, run_dir: str) -> int:
+    from launch import submit
+
+    functions = {"status": submit.status, "logs": submit.logs, "cancel": submit.cancel}
+    return _told(command, lambda: functions[command](run_dir))
+
+
+def _told(command: str, action: Callable[[], None]) -> int:
+    try:
+        action()
+    except (ValueError, ImportError) as error:
+        print(f"roll-td {command}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
 def _report(run_dir: str) -> int:
     from roll_td.report.page import write_report
 
-    try:
-        print(write_report(Path(run_dir)))
-    except ValueError as error:
-        print(f"roll-td report: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return _told("report", lambda: print(write_report(Path(run_dir))))
 
 
 def _ranks_to_start(size: JobSize) -> str:
@@ -163,6 +197,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, function, text in (
         ("check", _check, "print the placement and every problem of a config; starts nothing"),
         ("run", _run, "check a config, then start its ranks on this machine"),
+        ("submit", _submit, "check a config, then hand its ranks to a scheduler"),
     ):
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("config", metavar="CONFIG", help="YAML file")
@@ -170,11 +205,66 @@ def _parser() -> argparse.ArgumentParser:
             "overrides", nargs="*", metavar="key=value", help="changes to the config"
         )
         command.set_defaults(command=function)
-    text = "make a page about a run, going on or ended: RUN_DIR/report.html"
-    command = commands.add_parser("report", help=text, description=text)
-    command.add_argument("run_dir", metavar="RUN_DIR", help="such as runs/tiny")
-    command.set_defaults(command=_report)
+        if name == "submit":
+            _add_submit_options(command)
+    of_run: tuple[tuple[str, Callable[[str], int], str], ...] = (
+        ("report", _report, "make a page about a run, going on or ended: RUN_DIR/report.html"),
+        ("status", partial(_of_job, "status"), "print the state of the job of a run"),
+        ("logs", partial(_of_job, "logs"), "print the logs of the job of a run"),
+        ("cancel", partial(_of_job, "cancel"), "end the job of a run"),
+    )
+    for name, action, text in of_run:
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("run_dir", metavar="RUN_DIR", help="such as runs/tiny")
+        command.set_defaults(command=action)
     return parser
+
+
+def _add_submit_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--to", required=True, metavar="WHERE", help="slurm, or torchx: and one of its schedulers"
+    )
+    command.add_argument("--dry-run", action="store_true", help="print what would be submitted")
+    command.add_argument("--nodes", type=int, metavar="N", help="the same as num_nodes=N")
+    command.add_argument("--partition", help="of Slurm; the cluster's default unless given")
+    command.add_argument(
+        "--time", metavar="D-HH:MM:SS", help="time limit; the scheduler's default unless given"
+    )
+    command.add_argument(
+        "--lead",
+        dest="lead_s",
+        type=int,
+        metavar="SECONDS",
+        help="how long before the time limit a checkpoint is made and the job queued again; "
+        "120 unless given",
+    )
+    command.add_argument(
+        "--cpus-per-rank", type=int, metavar="N", help="CPU cores of each rank; 1 unless given"
+    )
+    command.add_argument("--mem-gb", type=float, metavar="GB", help="memory of each node")
+    command.add_argument(
+        "--devices",
+        choices=("gpu", "cpu"),
+        help="what a device rank gets: a GPU, unless given, or CPU cores alone",
+    )
+    command.add_argument(
+        "--torchrun",
+        type=int,
+        dest="torchrun_restarts",
+        metavar="RESTARTS",
+        help="start the ranks by torchrun, which starts them again so often when one fails",
+    )
+    command.add_argument(
+        "--env", action="append", default=[], metavar="NAME=VALUE", help="environment of the ranks"
+    )
+    command.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        dest="options",
+        metavar="NAME[=VALUE]",
+        help="an option of the scheduler itself, such as account=me or exclusive for sbatch",
+    )
 
 
 if __name__ == "__main__":

@@ -55,6 +55,7 @@ class Kind(IntEnum):
     REPLY = 25
     ERROR = 26
     SIGNAL = 27
+    NOTICE = 28
 
 
 class Frame:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import pickle
 import queue
+import signal
 import threading
 import time
 import weakref
@@ -76,6 +77,10 @@ class Driver:
         self.transfer_timeout_s = transfer_timeout_s
         self._step = self._highest_step = 0
         self.trace: TraceWriter | None = None
+        self.notices: list[signal.Signals] = []
+        """What the launcher has given notice by: the run is to end at the next step."""
+        self.restarts = 0
+        """How often the launcher has started the ranks again."""
         self.failed: Cause | None = None
         self.pickled = 0
         self.sending = Sending(transport)

@@ -26,6 +26,7 @@ from roll_td.runtime.control import Connection, Frame, Hub, Kind, is_lost
 from roll_td.runtime.driver import Driver
 from roll_td.runtime.executor import Executor
 from roll_td.runtime.failure import Cause, Undertaker, end_process, say, write_error_file
+from roll_td.runtime.notices import Stopped, await_notices, leave_notices
 from roll_td.runtime.process import end_with, outlive_lifelines, pass_signals_on
 from roll_td.runtime.rendezvous import Meeting, join_collectives, meet, open_channel
 from roll_td.runtime.transport import GlooTransport
@@ -65,6 +66,7 @@ def run_job(world: World, pipeline_cls: type, config: BaseConfig) -> int:
         write_error_file(text, full=True)
         end_process(1)
     pass_signals_on(rank.on_signal)
+    await_notices(os.environ, rank.on_notice)
     if hub is not None:
         rank.start_driver(hub, pipeline_cls)
     rank.work()
@@ -221,9 +223,13 @@ class _Rank:
         # by a thread: the link may be held by a send that waits
         _start("signal", lambda: self._tell(pickle.dumps((number.name, self.rank, self.host), 5)))
 
-    def _tell(self, head: bytes) -> None:
+    def on_notice(self, number: signal.Signals) -> None:
+        """Pass a notice on to the driver, which ends the run at its next step."""
+        _start("notice", lambda: self._tell(pickle.dumps(int(number), 5), Kind.NOTICE))
+
+    def _tell(self, head: bytes, kind: Kind = Kind.SIGNAL) -> None:
         with contextlib.suppress(OSError):  # the driver is gone, and with it the job
-            self.link.send(Kind.SIGNAL, head)
+            self.link.send(kind, head)
 
     # --- the driver --------------------------------------------------------------------------
 
@@ -242,6 +248,7 @@ class _Rank:
             seed=self.config.seed,
             transfer_timeout_s=self.config.transfer_timeout_s,
         )
+        self.driver.restarts = self.world.restart + int(os.environ.get("ROLL_TD_RESTARTS", "0"))
         self.driver.install()
         for rank, lifeline in enumerate(hub.lifelines):
             if rank != self.rank:
@@ -264,6 +271,9 @@ class _Rank:
         def on_frame(rank: int, frame: Frame | None) -> None:
             if frame is None:
                 undertaker.eof(rank)
+            elif frame.kind is Kind.NOTICE:
+                self._note(signal.Signals(frame.load()))
+                return
             self.driver.on_frame(rank, frame)
 
         def only_ends(rank: int, frame: Frame | None) -> None:
@@ -279,20 +289,38 @@ class _Rank:
     def _drive(self, pipeline_cls: type, undertaker: Undertaker) -> None:
         try:
             pipeline = pipeline_cls(self.config)
-            pipeline.run()
+            is_stopped = _runs_until_stopped(pipeline)
             if hasattr(pipeline, "close"):
                 pipeline.close()
             self.driver.drain()
+            if is_stopped:
+                leave_notices(os.environ, self.driver.notices)
             if not undertaker.ending:
                 outlive_lifelines()
                 self.driver.end()
         except BaseException as error:  # the driver's edge
             undertaker.fail(Cause.of(error, "driver", self.rank, host=self.host))
 
+    def _note(self, number: signal.Signals) -> None:
+        """Remember a notice, which each rank passes on; a repeated one says nothing new."""
+        if number not in self.driver.notices:
+            logger.info("%s: the run ends after this step, with a checkpoint", number.name)
+            self.driver.notices.append(number)
+
     def _save_trace(self) -> None:
         if self.driver.trace is not None:
             with contextlib.suppress(OSError):  # the disk is full: that may be why we are here
                 self.driver.trace.close()
+
+
+def _runs_until_stopped(pipeline: Any) -> bool:
+    """Run a pipeline; whether a notice has ended it."""
+    try:
+        pipeline.run()
+    except Stopped as stopped:
+        logger.info("%s", stopped)
+        return True
+    return False
 
 
 def _start(name: str, target: Any) -> threading.Thread:

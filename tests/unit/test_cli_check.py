@@ -145,7 +145,7 @@ def test_run_starts_what_check_counts(
     ("overrides", "status", "message"),
     [
         (["sed=3"], 1, "did you mean seed?"),
-        (["num_nodes=2", "num_gpus_per_node=1"], 2, "use torchrun or srun on each node"),
+        (["num_nodes=2", "num_gpus_per_node=1"], 2, "use roll-td submit, torchrun or srun"),
         (["actor.device_mapping=0-3", "num_gpus_per_node=2"], 1, "actor uses devices [2, 3]"),
     ],
 )

@@ -60,6 +60,16 @@ def test_ranks_share_the_cores_and_the_users_settings_stay(monkeypatch: pytest.M
     assert os.environ["OMP_NUM_THREADS"] == "7"
 
 
+def test_each_job_has_a_secret_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ROLL_TD_SECRET", raising=False)
+    found = []
+    for _ in range(2):
+        with local._environment(2):
+            found.append(os.environ["ROLL_TD_SECRET"])
+    assert found[0] != found[1] and len(found[0]) == 64
+    assert "ROLL_TD_SECRET" not in os.environ
+
+
 def test_signals_are_raised_once_and_their_handlers_come_back() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with local._signals_raised() as handled:

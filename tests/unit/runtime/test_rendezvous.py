@@ -13,7 +13,14 @@ from roll_td.config.base import BaseConfig
 from roll_td.distributed.world import World
 from roll_td.runtime import rendezvous
 from roll_td.runtime.control import Kind
-from roll_td.runtime.rendezvous import Meeting, RankPlace, meet, open_channel, refuse
+from roll_td.runtime.rendezvous import (
+    Meeting,
+    RankPlace,
+    SealedStore,
+    meet,
+    open_channel,
+    refuse,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -156,4 +163,67 @@ def test_addresses_for_other_nodes_come_before_this_machines_own(
 def test_a_place_says_where_its_rank_is() -> None:
     (met,) = at_once(worlds(1), lambda world: meet(world, config()))
     (place,) = met.places
-    assert place == RankPlace(0, 0, socket.gethostname(), "127.0.0.1", None, place.pid)
+    host = socket.gethostname()
+    assert place == RankPlace(0, 0, host, "127.0.0.1", None, place.pid, place.name_is_loopback)
+
+
+class Strange:
+    """Leaves a trace where it is unpickled."""
+
+    unpickled = 0
+
+    def __reduce__(self) -> Any:
+        return _be_unpickled, ()
+
+
+def _be_unpickled() -> None:
+    Strange.unpickled += 1
+
+
+def test_what_does_not_know_the_secret_is_not_unpickled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLL_TD_SECRET", "ours")
+    (world,) = worlds(1)
+    ours = rendezvous._store(world, 5)
+    theirs = SealedStore(ours.store, b"theirs")
+    theirs.put("driver", Strange())
+    with pytest.raises(ValueError, match="'driver' was put into the store by a process that"):
+        ours.take("driver")
+    ours.store.set("driver", b"short")
+    with pytest.raises(ValueError, match="give all ranks the same one"):
+        ours.take("driver")
+    assert Strange.unpickled == 0
+    ours.put("driver", Strange())
+    assert ours.take("driver") is None and Strange.unpickled == 1
+    ours.put("place/0", 1)
+    ours.store.set("place/1", ours.store.get("place/0"))
+    with pytest.raises(ValueError, match="'place/1'"):  # a seal is no good elsewhere
+        ours.take_all(["place/0", "place/1"])
+
+
+def test_who_reads_the_store_cannot_answer_the_driver() -> None:
+    ours, theirs = SealedStore(None, b"ours"), SealedStore(None, b"")
+    assert ours.answer("a" * 32) == SealedStore(None, b"ours").answer("a" * 32)
+    assert len(ours.answer("a" * 32)) == 32
+    assert len({ours.answer("a" * 32), ours.answer("b" * 32), theirs.answer("a" * 32)}) == 3
+
+
+def test_hosts_that_would_wait_at_their_own_loopback_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here = RankPlace(0, 0, "a", "10.0.0.1", None, 1, True)
+    there = RankPlace(1, 0, "b", "10.0.0.2", None, 1, False)
+    with pytest.raises(ValueError, match=r"the names of \['a'\] resolve to loopback"):
+        rendezvous._check_names([here, there])
+    rendezvous._check_names([here, here])
+    rendezvous._check_names([there])
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    for addresses, is_loopback in (
+        (["127.0.1.1"], True),
+        (["::1", "127.0.0.1"], True),
+        (["fe80::1%eth0", "127.0.1.1"], False),
+    ):
+        found = [(None, None, None, "", (address, 0)) for address in addresses]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, found=found, **__: found)
+        assert rendezvous._name_is_loopback() is is_loopback
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    assert not rendezvous._name_is_loopback()
