@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from roll_td.config.base import WorkerConfig
@@ -30,7 +30,7 @@ class DPOConfig(TrainedTextConfig):
     reference: WorkerConfig | None = None
     """The role that has the model as it was at the start; without device_mapping it shares the
     devices of actor_train. None: with model.lora it is actor_train without its adapters, else a
-    role of its own."""
+    role that computes as actor_train does."""
     reference_free: bool = False
     """Compare with nothing: a log ratio is then the log-prob of the policy alone."""
     reference_cache: str | None = None
@@ -47,7 +47,7 @@ class DPOConfig(TrainedTextConfig):
         """Policy, and reference where it is a role."""
         fill_in(self.actor_train, "fsdp2_train", WORKERS + "DPOWorker")
         if self.reference is None and self.model.lora is None and not self.reference_free:
-            self.reference = WorkerConfig()
+            self.reference = WorkerConfig(training=replace(self.actor_train.training))
         if self.reference is not None:
             fill_in(self.reference, "fsdp2_infer", WORKERS + "AnswerWorker", self.actor_train)
 

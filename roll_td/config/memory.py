@@ -120,7 +120,8 @@ def fsdp2(role: WorkerConfig, model: ModelConfig, size: ModelSize, load: Load) -
     shards = settings.fsdp_size or role.world_size
     weights = (size.parameters * DTYPE_BYTES[model.dtype] + lora * 4) / shards
     batch = _micro_batch(role, model, size, load)
-    units = _Units(size, lora, shards, batch.width, settings.reshard_after_forward)
+    is_alone = role.world_size == 1 and role.training.compute_dtype is None
+    units = _Units(size, lora, shards, batch.width, settings.reshard_after_forward, is_alone)
     if not role.strategy_args.row.trains:
         buffers = units.gathered(1 + units.comes_from_others)
         return RoleMemory.of(weights, 0, [Moment(0, batch.without_gradients, buffers)])
@@ -249,6 +250,8 @@ class _Units:
     width: int
     """Bytes of a number that is gathered."""
     reshard_after_forward: bool
+    is_alone: bool
+    """One rank that computes in the weights' dtype: they are used where they lie."""
 
     @property
     def comes_from_others(self) -> bool:
@@ -267,6 +270,8 @@ class _Units:
 
     def gathered(self, layers: int) -> float:
         """Bytes of the root and so many layers; of all that stay whole after it."""
+        if self.is_alone:
+            return 0.0
         layers = layers if self.reshard_after_forward else self.size.num_layers
         return self.width * (self.root + layers * self.layer)
 
@@ -289,7 +294,8 @@ def _training_moments(
     root = units.root * is_whole
     block = units.layer if is_whole else units.lora / size.num_layers
     # float32 that is sent, and what arrives; a rank that is alone makes one copy more
-    reduced = 4 * (1 + 1 / units.shards + (units.shards == 1))
+    sent = 0 if units.is_alone else 4
+    reduced = sent * (1 + 1 / units.shards + (units.shards == 1))
     before = 0 if batch.is_only else gradients
     of_layers = gradients - 4 * root / units.shards if batch.is_only else gradients
     ahead = int(units.comes_from_others)
@@ -305,15 +311,15 @@ def _training_moments(
         # its gradients reduced
         Moment(before, others, units.gathered(ahead) + width * (head + block) + reduced * block),
         # backward through the first layer
-        Moment(of_layers, work, units.gathered(1) + width * head + 4 * block),
+        Moment(of_layers, work, units.gathered(1) + width * head + sent * block),
         # through the embedding
         Moment(
             of_layers,
             batch.hidden,
-            units.gathered(0) + width * (head + size.embeddings * is_whole) + 4 * block,
+            units.gathered(0) + width * (head + size.embeddings * is_whole) + sent * block,
         ),
         # the gradients of the root reduced
-        Moment(of_layers, 0, max(width + 4, reduced) * root),
+        Moment(of_layers, 0, max(width + sent, reduced) * root),
         # the optimiser
         Moment(gradients),
     ]

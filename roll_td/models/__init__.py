@@ -205,6 +205,8 @@ def export_hf(
     plain.generation_config = model.generation_config
     if tokenizer is not None and plain.generation_config.eos_token_id is None:
         plain.generation_config.eos_token_id = tokenizer.eos_token_id
+    # else the rank of the job would have to be 0
+    plain.should_save_on_this_rank = lambda is_main_process: is_main_process
     plain.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)

@@ -47,22 +47,24 @@ class DPOPipeline(TextTraining):
         self.files = self._cache_files()
         is_cached = bool(self.files) and all(file.exists() for file in self.files.values())
         roles = [config.actor_train, *([role] if role is not None and not is_cached else [])]
-        self.actor_train, *others = start_roles(self, *roles)
+        self.trained, *others = start_roles(self, *roles)
         self.reference = others[0] if others else None
         self.cached: dict[str, Answers] = {}
-        self.set_checkpoint_clusters(self.actor_train)
+        self.set_checkpoint_clusters(self.trained)
 
     def run(self) -> None:
         """Have the reference's side ready if it is to be cached, then train."""
         self.cached = {name: self._cached(name, file) for name, file in self.files.items()}
+        if self.cached and self.reference is not None:
+            self.reference.offload_states()
         super().run()
 
     def train_step(self, step: int, batch: DataProto) -> dict[str, Metric]:
         """One optimiser step on the pairs of a step."""
         size = self.pipeline_config.batch_size
         self.add_reference(batch, "train", self.train_data.numbers(step * size, size))
-        batch.plan = plan_over_pairs(self.actor_train, batch)
-        metrics: dict[str, Metric] = self.actor_train.train_step(batch).meta_info["metrics"]
+        batch.plan = plan_over_pairs(self.trained, batch)
+        metrics: dict[str, Metric] = self.trained.train_step(batch).meta_info["metrics"]
         return metrics
 
     def validate(self) -> dict[str, Metric]:
@@ -74,7 +76,7 @@ class DPOPipeline(TextTraining):
             batch.update({"group_id": torch.arange(pairs).repeat_interleave(2)})
             first = number * size
             self.add_reference(batch, "validation", np.arange(first, first + pairs))
-            answers = self.actor_train.compute_answers(batch)["answers"]
+            answers = self.trained.compute_answers(batch)["answers"]
             settings = self.pipeline_config.loss.arguments
             losses, metrics = pair_losses(batch, answers, self.loss, settings)
             parts.append({**metrics, "loss": Mean(losses.mean().item(), pairs)})
@@ -92,7 +94,7 @@ class DPOPipeline(TextTraining):
         """compute_answers of the reference, float32 (B)."""
         tokens = batch.select(["input_ids", "lengths", "labels"])
         if self.pipeline_config.has_adapters:
-            answers: torch.Tensor = self.actor_train.compute_reference(tokens)["answers"]
+            answers: torch.Tensor = self.trained.compute_reference(tokens)["answers"]
             return answers
         assert self.reference is not None, "not all of it was cached"
         of_role: torch.Tensor = self.reference.compute_answers(tokens)["answers"]
@@ -149,11 +151,9 @@ def plan_over_pairs(cluster: Cluster, batch: DataProto) -> StepPlan:
 
 def fingerprint(model: ModelConfig, role: WorkerConfig, over: str, seed: int) -> str:
     """What the answers of a reference follow from beside the data: its config, and name, size and
-    time of each file of its folder."""
-    path = Path(model.path or "").expanduser()
-    found = (
-        [path] if path.is_file() else sorted(path.iterdir()) if model.path and path.is_dir() else []
-    )
+    time of each of its files."""
+    path = Path(model.path).expanduser() if model.path else None
+    found = [path, *sorted(path.glob("*"))] if path else []
     files = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in found if f.is_file()]
     parts: list[Any] = [asdict(model), files, role.training.compute_dtype, over, seed]
     return json.dumps(parts, sort_keys=True)

@@ -21,7 +21,7 @@ class TextTraining(BasePipeline):
 
     purpose: Purpose
     """What the data is for."""
-    actor_train: Cluster
+    trained: Cluster
     """The role that is trained, checkpointed and exported."""
 
     def __init__(self, pipeline_config: TrainedTextConfig) -> None:
@@ -50,7 +50,7 @@ class TextTraining(BasePipeline):
                 self.log(self.validate())
             self.do_checkpoint(step)
         if self.pipeline_config.export_dir is not None:
-            self.actor_train.export(self.pipeline_config.export_dir)
+            self.trained.export(self.pipeline_config.export_dir)
 
     def is_validation_due(self, step: int) -> bool:
         """Whether to validate after `step`."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
+from roll_td.algorithms.functional import Head
 from roll_td.strategies import packing
 
 
@@ -27,3 +29,21 @@ class Operations:
     def op_compute_language_loss(self, output_tensor: Any, labels: Tensor) -> Tensor:
         """float32 scalar: sum of -log p over the labels, int64 (b, T), that are not -100."""
         return packing.language_loss(output_tensor, labels)
+
+    def op_map_logits(
+        self, output_tensor: Any, wanted: Tensor, function: Callable[[Tensor, slice], Tensor]
+    ) -> Tensor:
+        """(n, …): what `function`, of logits float32 (m, V) and which of the n these m are, makes
+        of the logits that predict the n tokens at wanted, bool (b, T), row after row; a few tokens
+        at a time. wanted is False at index 0 and in padding."""
+        return packing.map_logits(output_tensor, wanted, function)
+
+    def op_compute_states(self, output_tensor: Any, wanted: Tensor) -> Tensor:
+        """(n, H): the hidden states that those logits are made of, by functional.logits."""
+        return packing.states_before(output_tensor, wanted)
+
+    def op_keep_head(self, output_tensor: Any) -> Head:
+        """What makes logits of them, as it is now: a copy, without a gradient."""
+        head: Head = output_tensor.head
+        bias = None if head.bias is None else head.bias.detach().clone()
+        return Head(head.weight.detach().clone(), bias, head.softcap)

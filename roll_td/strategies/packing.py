@@ -14,12 +14,14 @@ of sdpa and computes what that mask leaves over, without making it: 0.46 times.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 from roll_td import models
 from roll_td.algorithms import functional
@@ -175,6 +177,44 @@ def language_loss(output: Output, labels: Tensor) -> Tensor:
     learnt = targets != -100
     hidden = output.hidden.index_select(0, before.nonzero().squeeze(1)[learnt])
     return functional.cross_entropy_sum(hidden, output.head, targets[learnt])
+
+
+def map_logits(
+    output: Output, wanted: Tensor, function: Callable[[Tensor, slice], Tensor]
+) -> Tensor:
+    """What `function` makes of the logits that predict the n tokens at `wanted`, (n, …), row after
+    row; a few tokens at a time, so that not all logits are held.
+
+    wanted: bool (b, T), False at index 0 and beyond a row's length. function: logits float32 (m,
+    V), differentiable, and which of the n they are for → (m, …). With gradients the logits are made
+    again in the backward pass, and the head's gradient is summed in float32.
+    """
+    hidden, head = states_before(output, wanted), output.head
+
+    def chunk(rows: slice, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        cast = Head(weight.to(hidden.dtype), bias, head.softcap)
+        return function(functional.logits(hidden, cast), rows)
+
+    has_gradient = torch.is_grad_enabled()
+    weight = head.weight.float() if has_gradient else head.weight
+    size = max(1, functional.CHUNK_BYTES // (4 * len(weight)))
+    parts = []
+    for start in range(0, max(len(hidden), 1), size):  # once without any, for the graph
+        rows = slice(start, min(start + size, len(hidden)))
+        given = (rows, hidden[rows], weight, head.bias)
+        if has_gradient:
+            part = checkpoint(chunk, *given, use_reentrant=False, preserve_rng_state=False)
+        else:
+            part = chunk(*given)
+        parts.append(part)
+    return torch.cat(parts)
+
+
+def states_before(output: Output, wanted: Tensor) -> Tensor:
+    """The hidden states (n, H) that predict the tokens at `wanted`, as map_logits takes it."""
+    before, predicted = _predicted(output)
+    assert not (wanted & ~predicted).any(), "a token that nothing predicts"
+    return output.hidden.index_select(0, before.nonzero().squeeze(1)[wanted[predicted]])
 
 
 def _predicted(output: Output) -> tuple[Tensor, Tensor]:

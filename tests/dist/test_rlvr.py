@@ -100,7 +100,7 @@ def test_roles_shared_or_apart_learn_the_same(tmp_path: Path) -> None:
     generation = {"num_return_sequences": 3, "max_new_tokens": 6}
     placements = {
         "shared": {"train": [0], "infer": [0], "reference": [0]},
-        "apart": {"train": [0, 1], "infer": [3], "reference": [2]},
+        "apart": {"train": [1, 2], "infer": [3], "reference": [0]},
         "overlapping": {"train": [0, 1, 2], "infer": [2, 3], "reference": [0, 3]},
     }
     runs = {}

@@ -182,13 +182,14 @@ def test_gradients_of_one_micro_batch_come_after_its_activations() -> None:
 @pytest.mark.parametrize(("compute", "width"), [(None, 4), ("bfloat16", 2)])
 def test_the_loss_holds_root_and_gradient_of_the_head(compute: Any, width: int) -> None:
     """Where rows are many, the most is held as all layers wait for their backward pass."""
-    load, fields = Load(64, 64, batch_rows=8), FIELDS | {"vocab_size": 4096}
-    taken = fsdp2(role(micro_batch_size=8, compute_dtype=compute), load, fields)
+    load, fields = Load(64, 64, batch_rows=16), FIELDS | {"vocab_size": 4096}
+    worker = role(world_size=2, fsdp_size=1, micro_batch_size=8, compute_dtype=compute)
+    taken = fsdp2(worker, load, fields)
     head, final_norm, product = 4096 * 64, 64, width % 4
     buffers = width * (head + final_norm) + (4 + product) * head
     beside = taken.working_mb - taken.allocator_mb - taken.activations_mb
     assert beside * MB == pytest.approx(buffers)
-    deep = fsdp2(role(micro_batch_size=8, compute_dtype=compute), load, fields | {LAYERS: 8})
+    deep = fsdp2(worker, load, fields | {LAYERS: 8})
     after_layers = 2 * taken.activations_mb - deep.activations_mb
     hidden, logits = 512 * 64, 4 * 512 * 4096
     of_last_norm = 4 * hidden + width * 2 * hidden
@@ -200,7 +201,8 @@ def test_a_few_tokens_leave_gradients_at_the_most() -> None:
     """The embedding's backward pass: gradients of all layers, the last one's on the way, the root,
     and of a tied weight two gradients."""
     fields = FIELDS | {"vocab_size": 4096}
-    taken = fsdp2(role(micro_batch_size=1), Load(2, 2, batch_rows=1), fields)
+    worker = role(world_size=2, fsdp_size=1, micro_batch_size=1)
+    taken = fsdp2(worker, Load(2, 2, batch_rows=2), fields)
     size, hidden = model_size(ModelConfig(config=fields)), 2 * 64
     layers, root = 5 * size.layer_parameters, 4096 * 64 + 64
     held = 4 * (layers + root + 2 * 4096 * 64 + hidden)
@@ -208,9 +210,19 @@ def test_a_few_tokens_leave_gradients_at_the_most() -> None:
 
 
 def test_whole_layers_stay_without_resharding() -> None:
-    few, many = (fsdp2(role("fsdp2_infer", reshard_after_forward=r)) for r in (True, False))
+    few, many = (
+        fsdp2(role("fsdp2_infer", 2, fsdp_size=1, reshard_after_forward=r)) for r in (True, False)
+    )
     size = model_size(ModelConfig(config=FIELDS))
     assert (many.buffers_mb - few.buffers_mb) * MB == pytest.approx(3 * size.layer_parameters * 4)
+
+
+def test_a_rank_that_is_alone_gathers_nothing() -> None:
+    alone, one_of_two = fsdp2(role("fsdp2_infer")), fsdp2(role("fsdp2_infer", 2, fsdp_size=1))
+    assert alone.buffers_mb == 0 < one_of_two.buffers_mb
+    assert alone.weights_mb == one_of_two.weights_mb
+    low = fsdp2(role("fsdp2_infer", compute_dtype="bfloat16"))
+    assert low.buffers_mb > 0  # a copy in the lower dtype
 
 
 def test_keys_and_values_of_a_full_batch() -> None:

@@ -13,9 +13,11 @@ import pytest
 import torch
 
 from roll_td import DataProto, Dispatch, Sum, Worker, register
+from roll_td.config.base import WorkerConfig
 from roll_td.config.dpo import DPOConfig
+from roll_td.config.model import ModelConfig, TrainingConfig
 from roll_td.config.schema import ConfigError, read
-from roll_td.pipelines.dpo import DPOPipeline, plan_over_pairs
+from roll_td.pipelines.dpo import DPOPipeline, fingerprint, plan_over_pairs
 from roll_td.placement import planned_places
 from roll_td.plan import default_plan, token_plan
 from roll_td.runtime.inprocess import LocalJob
@@ -47,6 +49,10 @@ class NoModel(Worker):
         return DataProto(
             meta_info={"metrics": {"rows": Sum(len(data)), "off": Sum(off), "apart": Sum(apart)}}
         )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def offload_states(self) -> None:
+        NoModel.asked.append(0)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def do_checkpoint(self, folder: str) -> None: ...
@@ -108,15 +114,21 @@ def test_the_reference_is_asked_once_and_then_its_file(tmp_path: Path) -> None:
     assert run(tmp_path, **cache).reference is not None
     # train and validation are the same rows: one file
     assert len(list((tmp_path / "cache").iterdir())) == 1 and sum(NoModel.asked) == 10
+    assert NoModel.asked[-2:] == [0, 0], "then it goes from its devices"
     seen = read_metrics(tmp_path / "exp" / "metrics.jsonl")
     again = run(tmp_path, exp_name="again", **cache)
     assert again.reference is None and sum(NoModel.asked) == 10
     other = read_metrics(tmp_path / "again" / "metrics.jsonl")
     told = [key for key in seen if not key[0].startswith("time")]
     assert [seen[key] for key in told] == [other[key] for key in told]
-    assert seen["off", 0] == seen["off", 2] == 0 and seen["val/accuracy", 2] == 4 / 5
+    asked = sum(NoModel.asked)
+    run(tmp_path, exp_name="plain")
+    plain = read_metrics(tmp_path / "plain" / "metrics.jsonl")
+    assert [seen[key] for key in told] == [plain[key] for key in told], "each has its own"
+    assert sum(NoModel.asked) == asked + 3 * 6 + 10
+    NoModel.asked.clear()
     run(tmp_path, exp_name="seed", seed=1, **cache)  # a random model is another one
-    assert len(list((tmp_path / "cache").iterdir())) == 2 and sum(NoModel.asked) == 20
+    assert len(list((tmp_path / "cache").iterdir())) == 2 and sum(NoModel.asked) == 10
 
 
 @pytest.mark.parametrize("max_tokens", [None, 20])
@@ -140,3 +152,20 @@ def test_a_plan_over_pairs_keeps_them_together_in_any_order(max_tokens: int | No
         assert counts.eq(2).all()
     if max_tokens is None:
         assert plan.micro_batches[1] == ((5, 7), (8, 9), (5, 7)) and plan.fillers == (0, 1)
+
+
+def test_a_reference_whose_files_have_changed_is_another_one(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"1")
+    role, folder = WorkerConfig(world_size=1), ModelConfig(path=str(tmp_path))
+    low = WorkerConfig(world_size=1, training=TrainingConfig(compute_dtype="bfloat16"))
+    seen = [
+        fingerprint(folder, role, "sum", 1),
+        fingerprint(folder, role, "mean", 1),
+        fingerprint(folder, role, "sum", 2),
+        fingerprint(folder, low, "sum", 1),
+        fingerprint(ModelConfig(path="a-name-on-the-hub"), role, "sum", 1),
+        fingerprint(ModelConfig(config={"model_type": "qwen3"}), role, "sum", 1),
+    ]
+    assert fingerprint(folder, role, "sum", 1) == seen[0]
+    (tmp_path / "model.safetensors").write_bytes(b"12")
+    assert len({*seen, fingerprint(folder, role, "sum", 1)}) == 7

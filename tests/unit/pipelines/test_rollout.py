@@ -132,6 +132,8 @@ def test_a_stopped_run_goes_on_and_ends_as_if_it_had_not(tmp_path: Path) -> None
         if name == "stopped":
             stopped = run(folder, steps=2)  # what the third step wrote is written again
             assert stopped.global_step == 2
+            with (folder / "exp" / "answers.jsonl").open("a") as file:
+                file.write("torn" * 10_000)
         run(folder)
         runs[name] = (folder / "exp" / "answers.jsonl").read_bytes()
     assert runs["stopped"] == runs["whole"]

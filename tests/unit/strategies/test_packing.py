@@ -179,3 +179,58 @@ def test_a_batch_without_labels_has_loss_0_and_gradients_0(output: packing.Outpu
     loss = packing.language_loss(given, torch.full((4, 7), -100))
     loss.backward()
     assert loss == 0 and hidden.grad is not None and not hidden.grad.any()
+
+
+@pytest.mark.parametrize("chunk_bytes", [4 * 64, 3 * 4 * 64, 1 << 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_functions_of_logits_and_their_gradients(
+    output: packing.Output, chunk_bytes: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing.functional, "CHUNK_BYTES", chunk_bytes)
+    wanted = (torch.arange(7) > 0) & REAL
+    wanted[2, 3:5] = False
+    count, sizes = int(wanted.sum()), []
+    factors = torch.arange(1.0, count + 1)
+
+    def entropies(logits: Tensor, rows: slice) -> Tensor:
+        sizes.append(len(logits))
+        p = logits.log_softmax(-1)
+        return factors[rows] * -(p.exp() * p).sum(-1)
+
+    leaves = [x.to(dtype).requires_grad_() for x in (output.hidden, output.head.weight)]
+    head = Head(leaves[1], softcap=4.0)
+    got = packing.map_logits(packing.Output(leaves[0], head, LENGTHS, 7), wanted, entropies)
+    assert max(sizes) == min(max(1, chunk_bytes // 256), count)
+    got.sum().backward()
+
+    plain = [x.detach().float().requires_grad_() for x in leaves]
+    after = (torch.tanh(plain[0] @ plain[1].T / 4) * 4).split(LENGTHS.tolist())
+    before = [(r, t - 1) for r in range(4) for t in range(7) if wanted[r, t]]
+    of_all = entropies(torch.stack([after[r][t] for r, t in before]), slice(None))
+    of_all.sum().backward()
+    exact = {"atol": 1e-5, "rtol": 1e-5} if dtype is torch.float32 else {"atol": 0.6, "rtol": 0.05}
+    torch.testing.assert_close(got, of_all, **exact)
+    for leaf, wanted_leaf in zip(leaves, plain, strict=True):
+        assert leaf.grad is not None and wanted_leaf.grad is not None
+        torch.testing.assert_close(leaf.grad.float(), wanted_leaf.grad, **exact)
+    with torch.no_grad():
+        same = packing.map_logits(packing.Output(leaves[0], head, LENGTHS, 7), wanted, entropies)
+    assert torch.equal(same, got)
+
+
+def test_functions_of_no_logits_have_a_gradient_of_0(output: packing.Output) -> None:
+    hidden = output.hidden.clone().requires_grad_()
+    given = packing.Output(hidden, output.head, LENGTHS, 7)
+    none = torch.zeros(4, 7, dtype=torch.bool)
+    found = packing.map_logits(given, none, lambda logits, _: logits.sum(-1))
+    assert found.shape == (0,)
+    found.sum().backward()
+    assert hidden.grad is not None and not hidden.grad.any()
+
+
+def test_a_token_that_nothing_predicts_is_our_own_mistake(output: packing.Output) -> None:
+    for place in ((0, 0), (1, 1)):
+        wanted = torch.zeros(4, 7, dtype=torch.bool)
+        wanted[place] = True
+        with pytest.raises(AssertionError, match="nothing predicts"):
+            packing.states_before(output, wanted)

@@ -19,11 +19,11 @@ from roll_td.workers.dpo import DPOWorker
 # which both sides have log-prob -1 that must not count; pair 3: the same the other way round
 POLICY = [
     [-12 / 4] * 4,
-    [-5.0, -5.0],
-    [-5.0, -5.0],
     [-12 / 4] * 4,
+    [-5.0, -5.0],
+    [-5.0, -5.0],
 ]
-CHOSEN, GROUPS, WIDTH = [False, True, False, True], [7, 7, 3, 3], 8
+CHOSEN, GROUPS, WIDTH = [False, True, True, False], [7, 3, 7, 3], 8
 
 
 class Table:
@@ -55,8 +55,8 @@ def batch(over: str = "sum", pairs: float = 4.0, reference: bool = True) -> Data
         }
     )
     if reference:
-        values = torch.tensor([-11.5, -11.0, -11.0, -11.5])
-        counts = torch.tensor([4, 2, 2, 4]) if over == "mean" else 1
+        values = torch.tensor([-11.5, -11.5, -11.0, -11.0])
+        counts = torch.tensor([4, 4, 2, 2]) if over == "mean" else 1
         data.update({"reference": values / counts})
     plan = local(default_plan(4, 1, None, {"pairs": pairs}), 0)
     data.plan = plan  # type: ignore[assignment]
@@ -98,7 +98,7 @@ def test_n21_i01_i03(name, over, settings, first, second):
     loss, grad, metrics = run(name, over, **settings)
     assert loss == pytest.approx((first + second) / 4, rel=1e-6), "of 4 pairs in the whole batch"
     assert grad[:, :3].eq(0).all(), "I01: prompts of both sides are masked"
-    assert grad[1, 5:].eq(0).all() and grad[0, 7:].eq(0).all() and grad[:, 3:5].ne(0).all()
+    assert grad[2, 5:].eq(0).all() and grad[0, 7:].eq(0).all() and grad[:, 3:5].ne(0).all()
     assert metrics["accuracy"] == 0.5 and metrics["accuracy"].count == 2
     assert metrics["reward_margin"] == pytest.approx(0.0, abs=1e-6)
     # N21: rewards .1 and -.05 of pair 7; of pair 3 the chosen one is what was rejected
