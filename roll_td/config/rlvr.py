@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from roll_td.config.algorithm import AlgorithmConfig, generation_problems
-from roll_td.config.base import BaseConfig, WorkerConfig
-from roll_td.config.data import DataConfig, check_files, prompt_problems
+from roll_td.config.base import WorkerConfig
+from roll_td.config.data import prompt_problems
 from roll_td.config.functions import require
-from roll_td.config.model import GenerationConfig, ModelConfig
+from roll_td.config.model import GenerationConfig
 from roll_td.config.model_update import ModelUpdateConfig
 from roll_td.config.rewards import Rewards, RewardWorkerConfig, reward_problems
-from roll_td.config.schema import ConfigError, Problem
-from roll_td.config.strategies import StrategyArgs
+from roll_td.config.schema import Problem
+from roll_td.config.text import LEAVE, TextConfig, ability_problems, count_problems, fill_in
 
 ANSWER_COLUMNS = ("response", "finish_reason")
 """What a reward may look at beside the columns that the data keeps."""
@@ -38,13 +38,11 @@ class ValidationConfig:
 
 
 @dataclass
-class RLVRConfig(BaseConfig):
-    """A policy is improved by what its answers to a data set's prompts score."""
+class RLVRConfig(TextConfig):
+    """A policy is improved by what its answers to a data set's prompts score. `model` is that of
+    the policy at the start, and of the reference; `data.keep` names the columns that rewards are
+    told from; a step has batch_size prompts."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
-    """The model: of the policy at the start, and of the reference."""
-    data: DataConfig = field(kw_only=True)
-    """Prompts. keep names the columns that rewards are told from: ground_truth, domain."""
     rewards: Rewards = field(default_factory=dict)
     """What an answer scores, by the column domain of its row; default: for all others."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
@@ -65,8 +63,6 @@ class RLVRConfig(BaseConfig):
     reward: RewardWorkerConfig = field(default_factory=RewardWorkerConfig)
     """The role that scores, on CPUs; one worker unless world_size is given."""
 
-    batch_size: int = 32
-    """Prompts of a step."""
     mini_batches: int = 1
     """Optimiser steps that the answers of a step are spread over."""
     ppo_epochs: int = 1
@@ -83,16 +79,6 @@ class RLVRConfig(BaseConfig):
     export_dir: str | None = None
     """Folder for the trained model as transformers loads it; None: no export."""
 
-    def __post_init__(self) -> None:
-        self._fill_in_roles()
-        problems = list(self._problems())
-        try:
-            super().__post_init__()
-        except ConfigError as error:
-            problems = [*error.problems, *problems]
-        if problems:
-            raise ConfigError(problems)
-
     @property
     def optimizer_steps(self) -> int:
         """Optimiser steps of the whole run."""
@@ -106,44 +92,29 @@ class RLVRConfig(BaseConfig):
         several = self.mini_batches * self.ppo_epochs > 1
         return several or bounds is not None or (kl is not None and kl.place == "reward")
 
-    def file_problems(self) -> list[Problem]:
-        """Data, model and tokenizer."""
-        data = [problem.under("data") for problem in check_files(self.data)]
-        model = [problem.under("model") for problem in self.model.file_problems()]
-        return [*super().file_problems(), *data, *model]
-
-    def _fill_in_roles(self) -> None:
-        train = self.actor_train
-        if train.device_mapping is None and train.world_size is None:
-            train.device_mapping, train.world_size = [0], 1
+    def fill_in_roles(self) -> None:
+        """All of them stand beside actor_train."""
+        train, workers = self.actor_train, "roll_td.workers."
+        fill_in(train, "fsdp2_train", workers + "actor.ActorWorker")
+        fill_in(self.actor_infer, "hf_infer", workers + "generation.GenerationWorker", train)
         if self.algorithm.kl is not None:
             self.reference = self.reference or WorkerConfig()
-        workers = "roll_td.workers."
-        for role, strategy, worker_cls in (
-            (train, "fsdp2_train", workers + "actor.ActorWorker"),
-            (self.actor_infer, "hf_infer", workers + "generation.GenerationWorker"),
-            (self.reference, "fsdp2_infer", workers + "actor.ReferenceWorker"),
-        ):
-            if role is None:
-                continue
-            role.worker_cls = role.worker_cls or worker_cls
-            role.strategy_args = role.strategy_args or StrategyArgs(strategy)
-            if role.device_mapping is None and role.world_size is None:
-                role.device_mapping, role.world_size = train.device_mapping, train.world_size
+        if self.reference is not None:
+            fill_in(self.reference, "fsdp2_infer", workers + "actor.ReferenceWorker", train)
 
-    def _problems(self) -> Iterator[Problem]:
+    def problems(self) -> Iterator[Problem]:
+        """Of data, rewards, the algorithm with this generation, and of what lacks its use."""
+        yield from super().problems()
+        columns = {*self.data.keep, *ANSWER_COLUMNS}
         for key, of in (
             ("data", prompt_problems(self.data)),
             ("algorithm", generation_problems(self.algorithm, self.actor_infer.generation)),
-            ("model", self.model.text_problems()),
-            ("rewards", reward_problems(self.rewards, {*self.data.keep, *ANSWER_COLUMNS})),
+            ("rewards", reward_problems(self.rewards, columns)),
         ):
             yield from (problem.under(key) for problem in of)
-        least = {"batch_size": 1, "mini_batches": 1, "ppo_epochs": 1, "max_steps": 1}
-        for name, bound in {**least, "max_refills": 0, "eval_steps": 1}.items():
-            if (value := getattr(self, name)) is not None and value < bound:
-                rule = f"must be a whole number of at least {bound}"
-                yield Problem(name, repr(value), rule, "")
+        yield from count_problems(self, "mini_batches", "ppo_epochs", "max_steps", "eval_steps")
+        if self.max_refills < 0:
+            yield Problem("max_refills", repr(self.max_refills), "must be at least 0", LEAVE)
         if self.max_refills and not self.algorithm.scores.drop_without_signal:
             rule, fix = "has nothing to do", "set algorithm.scores.drop_without_signal: true"
             yield Problem("max_refills", repr(self.max_refills), rule, fix)
@@ -154,14 +125,5 @@ class RLVRConfig(BaseConfig):
         if self.algorithm.kl is None and self.reference is not None:
             rule, fix = "is given and nothing asks it", "set algorithm.kl, or drop the role"
             yield Problem("reference", "{…}", rule, fix)
-        yield from self._strategy_problems()
-
-    def _strategy_problems(self) -> Iterator[Problem]:
-        for name, ability, verb in (
-            ("actor_train", "trains", "train"),
-            ("actor_infer", "generates", "generate"),
-        ):
-            args: StrategyArgs = getattr(self, name).strategy_args
-            if not getattr(args.row, ability):
-                key = f"{name}.strategy_args.strategy_name"
-                yield Problem(key, repr(args.strategy_name), f"is a strategy that can't {verb}", "")
+        yield from ability_problems(self, "actor_train", "trains", "train")
+        yield from ability_problems(self, "actor_infer", "generates", "generate")

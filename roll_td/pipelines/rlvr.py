@@ -21,6 +21,7 @@ from roll_td.pipelines import outcomes
 from roll_td.pipelines.answering import answers, start_roles
 from roll_td.pipelines.base import BasePipeline
 from roll_td.pipelines.estimating import Estimator
+from roll_td.pipelines.training import is_validation_due
 from roll_td.protocol import DataProto
 from roll_td.runtime.cluster import Cluster
 from roll_td.runtime.refs import get
@@ -73,7 +74,7 @@ class RLVRPipeline(BasePipeline):
             self.update_policy(batch)
             self.log(self.metrics)
             self.metrics = []
-            if self.is_validation_due(step):
+            if self.validation_data is not None and is_validation_due(config, step):
                 self.update_weights(step + 1)
                 self.log(self.validate(), step + 1)
             self.do_checkpoint(step)
@@ -165,13 +166,6 @@ class RLVRPipeline(BasePipeline):
         # other random numbers than the rollout's, the same each time
         batch, _ = self.answers(prompts, config.validation.generation, config.seed + 1)
         return outcomes.validation_metrics(batch, config.validation)
-
-    def is_validation_due(self, step: int) -> bool:
-        """Whether to validate after `step`."""
-        if self.validation_data is None:
-            return False
-        done, every = step + 1, self.pipeline_config.eval_steps
-        return done == self.pipeline_config.max_steps or (every is not None and done % every == 0)
 
     def update_weights(self, step: int) -> None:
         """Weights of actor_train to actor_infer, if those of `step` are not there yet."""

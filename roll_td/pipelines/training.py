@@ -16,6 +16,12 @@ from roll_td.protocol import DataProto
 from roll_td.runtime.cluster import Cluster
 
 
+def is_validation_due(config: Any, step: int) -> bool:
+    """Whether to validate after `step`: after each eval_steps, and the last of max_steps."""
+    done, every = step + 1, config.eval_steps
+    return done == config.max_steps or (every is not None and done % every == 0)
+
+
 class TextTraining(BasePipeline):
     """A subclass makes its roles, says what a step is and what validation tells."""
 
@@ -46,18 +52,11 @@ class TextTraining(BasePipeline):
             began = time.monotonic()
             batch = self.train_data.batch(step)
             self.log({**self.train_step(step, batch), **self.progress(batch, began)})
-            if self.is_validation_due(step):
+            if self.validation_data is not None and is_validation_due(self.pipeline_config, step):
                 self.log(self.validate())
             self.do_checkpoint(step)
         if self.pipeline_config.export_dir is not None:
             self.trained.export(self.pipeline_config.export_dir)
-
-    def is_validation_due(self, step: int) -> bool:
-        """Whether to validate after `step`."""
-        if self.validation_data is None:
-            return False
-        done, every = step + 1, self.pipeline_config.eval_steps
-        return done == self.pipeline_config.max_steps or (every is not None and done % every == 0)
 
     def progress(self, batch: DataProto, began: float) -> dict[str, Metric]:
         """Epochs done, and how fast: tokens are real ones, learnt from or not."""
