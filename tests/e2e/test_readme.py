@@ -99,7 +99,8 @@ def my_model(folder: Path) -> Path:
     model.save_pretrained(folder / "my-model")
     tokenizer.save_pretrained(folder / "my-model")
     turns = [{"role": "user", "content": "1+2"}, {"role": "assistant", "content": "3"}]
-    row = {"prompt": "1+2", "ground_truth": "3", "messages": turns}
+    row = {"prompt": "1+2", "ground_truth": "3", "chosen": "3", "rejected": "4"}
+    row |= {"messages": turns}
     (folder / "my.jsonl").write_text(json.dumps(row) + "\n")
     return folder
 
@@ -123,6 +124,33 @@ def test_your_own_model_data_and_functions(my_model: Path, own: bool) -> None:
     lines = (my_model / "runs/rlvr/metrics.jsonl").read_text().splitlines()
     reward = "reward/default/" + ("brief" if own else "math_rule")
     assert [reward in json.loads(line) for line in lines] == [True, True]
+
+
+@pytest.mark.parametrize("pipeline", ["dpo", "distill", "rollout"])
+def test_the_other_pipelines(my_model: Path, pipeline: str) -> None:
+    (command,) = re.findall(rf"^roll-td run configs/{pipeline}/.*$", README, re.MULTILINE)
+    _, verb, config, *overrides = command.split()
+    overrides = [item.replace("=small", "=my-model").replace("=large", "=my-model")
+                 for item in overrides]  # fmt: skip
+    short = {"rollout": ["actor_infer.generation.max_new_tokens=4"]}
+    overrides += short.get(pipeline, ["max_steps=2", "batch_size=1"])
+    ended = run(my_model, "-m", "roll_td.cli", verb, str(ROOT / config), *overrides)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert (my_model / "runs" / pipeline / "metrics.jsonl").read_text().count("\n") >= 1
+
+
+SUBMITS = re.findall(r"^(roll-td submit .*?) *(?:#.*)?$", README, re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", SUBMITS)
+def test_what_would_be_submitted_is_printed(folder: Path, command: str) -> None:
+    ended = run(folder, "-m", "roll_td.cli", *command.split()[1:], "--dry-run")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "runs/my/logs" in ended.stdout or "my.yaml" in ended.stdout
+
+
+def test_both_ways_to_submit_are_shown() -> None:
+    assert len(SUBMITS) == 2
 
 
 def test_a_config_for_gpus_checks_out(my_model: Path) -> None:
