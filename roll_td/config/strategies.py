@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Literal
 
-from roll_td.config.schema import ConfigError, Problem, read
+from roll_td.config.schema import ConfigError, Problem, Reading, read
 
 
 @dataclass
@@ -44,6 +44,54 @@ class MockConfig:
     """Number of the call, from 0, that raises; None: none does."""
 
 
+SET_FOR_VLLM = {
+    "model": "model.path",
+    "tokenizer": "model.tokenizer",
+    "skip_tokenizer_init": "model.tokenizer",
+    "dtype": "model.dtype",
+    "trust_remote_code": "model.trust_remote_code",
+    "tensor_parallel_size": "num_gpus_per_worker",
+    "data_parallel_size": "device_mapping",
+    "seed": "seed",
+}
+"""Engine arguments → the setting that says what they are."""
+FIXED_FOR_VLLM = {
+    "load_format": "weights come from the worker's rank",
+    "worker_extension_cls": "it is what takes them",
+    "logprobs_mode": "infer_log_probs are of the distribution sampled from",
+    "enable_sleep_mode": "offload_states uses it where the platform has it",
+}
+"""Engine arguments that nobody sets, and why."""
+
+
+@dataclass
+class VllmConfig:
+    """An engine of vLLM on the devices of each worker, tensor-parallel over them. Further keys are
+    arguments of its EngineArgs, which the engine checks when it starts. On CPUs without saying
+    otherwise: enforce_eager, block_size 32, kv_cache_memory_bytes 1 GiB."""
+
+    sleep_level: Literal[1, 2] = 1
+    """What offload_states gives up: 1 the keys and values, with the weights moved to host memory on
+    a GPU; 2 the weights too, so that new ones have to come before the next answer."""
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    """The further keys; one that is null is left out, which a variant of a config takes back with
+    what it does not want."""
+
+    def __post_init__(self) -> None:
+        self.engine_args = {k: v for k, v in self.engine_args.items() if v is not None}
+        problems = [
+            Problem(key, repr(self.engine_args[key]), f"is said by {where}", f"set {where}")
+            for key, where in SET_FOR_VLLM.items()
+            if key in self.engine_args
+        ] + [
+            Problem(key, repr(self.engine_args[key]), f"is fixed: {why}", "leave it out")
+            for key, why in FIXED_FOR_VLLM.items()
+            if key in self.engine_args
+        ]
+        if problems:
+            raise ConfigError(problems)
+
+
 @dataclass(frozen=True)
 class Strategy:
     """A row of the table."""
@@ -61,6 +109,8 @@ class Strategy:
     memory: str | None = None
     """Dotted path of a pure function, (WorkerConfig, ModelConfig, ModelSize, Load) → RoleMemory, in
     a module without torch; None: it takes no memory to speak of."""
+    further: str | None = None
+    """Field of config_cls that takes the keys which are none of its own; None: these are errors."""
 
 
 _APART = "roll_td.distributed.topology.apart"
@@ -85,6 +135,13 @@ STRATEGIES = {
         generates=True,
         memory=f"{_MEMORY}hf",
     ),
+    "vllm": Strategy(
+        "roll_td.strategies.vllm.strategy.VllmInfer",
+        VllmConfig,
+        _APART,
+        generates=True,
+        further="engine_args",
+    ),
     "mock_infer": Strategy("roll_td.strategies.mock.MockInfer", MockConfig, _APART, generates=True),
 }
 
@@ -104,7 +161,7 @@ class StrategyArgs:
             fix = f"did you mean {near[0]}?" if near else ""
             rule = f"is no strategy; there are {', '.join(STRATEGIES)}"
             raise ConfigError([Problem("strategy_name", self.strategy_name, rule, fix)])
-        problems = read(self.row.config_cls, self.strategy_config).problems
+        problems = self._read().problems
         if problems:
             raise ConfigError([problem.under("strategy_config") for problem in problems])
 
@@ -116,4 +173,12 @@ class StrategyArgs:
     @property
     def settings(self) -> Any:
         """strategy_config as an object of the row's config_cls."""
-        return read(self.row.config_cls, self.strategy_config).value
+        return self._read().value
+
+    def _read(self) -> Reading[Any]:
+        given, further = self.strategy_config, self.row.further
+        if further is not None:
+            own = {f.name for f in fields(self.row.config_cls)} - {further}
+            rest = {key: value for key, value in given.items() if key not in own}
+            given = {key: given[key] for key in own & given.keys()} | {further: rest}
+        return read(self.row.config_cls, given)

@@ -1,0 +1,5 @@
+"""`vllm`: an engine of vLLM in processes of its own, owned by one worker.
+
+`strategy` is the worker's side and imports no vLLM. `process` starts the engine's process,
+`__main__`, and talks with `engine` in it, the only importer of vLLM; weights go through `shared`.
+"""

@@ -1,0 +1,143 @@
+"""The engine's process as its worker sees it: it is started, asked, and never left behind.
+
+Requests go in by a socket and may come from any thread; each is answered by its number, in
+whatever order. The process ends by itself when this one does (`__main__.end_with`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any
+
+SHARED = "/dev/shm/"
+OF_THE_JOB = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_")
+"""Environment variables that place a process in the job; the engine is a job of its own."""
+END_S = 10.0
+"""Seconds that an engine has to end by itself."""
+
+
+class EngineProcess:
+    """A process that serves an engine."""
+
+    def __init__(self, owner: str, env: Mapping[str, str]) -> None:
+        """Start it; it imports vLLM while the caller does something else. `owner` names the worker
+        in errors."""
+        self._owner = owner
+        self._lock, self._sending = threading.Lock(), threading.Lock()
+        self._waiting: dict[int, Future[Any]] = {}
+        self._count = 0
+        self._end: str | None = None
+        self._pipe, theirs = Pipe()
+        self.folder = Path(tempfile.mkdtemp(prefix="roll-td-engine-"))
+        """For files of the engine; it goes when the engine ends."""
+        own = {k: v for k, v in os.environ.items() if not k.startswith(OF_THE_JOB)}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", __package__, str(theirs.fileno()), str(os.getpid())],
+            env=own | dict(env) | {"TMPDIR": str(self.folder)},
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,  # a Ctrl-C is for the ranks; and its children end with it
+        )
+        theirs.close()
+        threading.Thread(target=self._read, name="roll-td engine", daemon=True).start()
+
+    def call(self, method: str, *arguments: Any, timeout_s: float) -> Any:
+        """What a method of engine.Engine returns. ValueError if it raises one, TimeoutError after
+        timeout_s; RuntimeError for any other error in it, or if the process has ended."""
+        try:
+            return self.submit(method, [arguments])[0].result(timeout_s)
+        except TimeoutError:
+            raise TimeoutError(
+                f"{self._owner}: the engine has not done {method} within {timeout_s:g} s, the "
+                "role's timeout_s"
+            ) from None
+
+    def submit(self, method: str, calls: Sequence[tuple[Any, ...]]) -> list[Future[Any]]:
+        """Have the engine begin several calls of a method at once; a Future of each. They raise
+        what `call` does."""
+        futures: list[Future[Any]] = [Future() for _ in calls]
+        with self._lock:
+            if self._end is not None:
+                raise RuntimeError(self._end)
+            numbers = range(self._count, self._count + len(calls))
+            self._count += len(calls)
+            self._waiting |= dict(zip(numbers, futures, strict=True))
+        # _read must be able to go on meanwhile, or both sides could wait to be read from
+        with self._sending, contextlib.suppress(OSError):  # it has ended: _read tells all that wait
+            self._pipe.send((method, list(zip(numbers, calls, strict=True))))
+        return futures
+
+    def close(self) -> None:
+        """End the process."""
+        with self._sending, contextlib.suppress(OSError):
+            self._pipe.send(None)
+        self._reap()
+
+    def _reap(self) -> int:
+        """Its exit status, negative for a signal."""
+        try:
+            self.process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+        # nothing is left of them, unless a signal has ended it
+        end_group(self.process.pid)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        return self.process.wait()
+
+    def _read(self) -> None:
+        """Give answers to those who wait; at the end tell them of it."""
+        try:
+            while True:
+                number, error, value = self._pipe.recv()
+                with self._lock:
+                    future = self._waiting.pop(number)
+                if error is None:
+                    future.set_result(value)
+                else:
+                    kind = ValueError if error == "ValueError" else RuntimeError
+                    future.set_exception(kind(f"{self._owner}: {value}"))
+        except (EOFError, OSError):
+            code = self._reap()
+            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+            with self._lock:
+                self._end = f"{self._owner}: the engine's process has ended with {how}"
+                waiting, self._waiting = self._waiting, {}
+            for future in waiting.values():
+                future.set_exception(RuntimeError(self._end))
+
+
+def end_group(group: int) -> None:
+    """Kill the processes of a process group, this one aside, and remove the shared memory that they
+    have: what they would remove themselves when they end in order."""
+    memory: set[Path] = set()
+    members = [int(entry.name) for entry in Path("/proc").glob("[0-9]*") if _group(entry) == group]
+    for pid in members:
+        with contextlib.suppress(OSError):  # it has ended
+            maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+            memory |= {Path(line[line.index(SHARED) :]) for line in maps if SHARED in line}
+    for pid in members:
+        if pid != os.getpid():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    for file in memory:
+        file.unlink(missing_ok=True)
+
+
+def _group(entry: Path) -> int | None:
+    """The process group of a process in /proc."""
+    try:
+        # the second field is the program's name, in brackets, and may have any character
+        return int((entry / "stat").read_text().rpartition(")")[2].split()[2])
+    except OSError:
+        return None  # it has ended

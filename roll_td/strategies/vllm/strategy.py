@@ -1,0 +1,250 @@
+"""`vllm`: an engine of vLLM for each worker, which generates; its devices are the worker's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from roll_td import models
+from roll_td.config.model import GenerationConfig
+from roll_td.config.strategies import VllmConfig
+from roll_td.platform import physical_device
+from roll_td.protocol import DataProto
+from roll_td.strategies import sampling, states
+from roll_td.strategies.base import InferenceStrategy, ModelProvider, StrategyContext
+from roll_td.strategies.batches import Response, with_responses
+from roll_td.strategies.exchange import VERSION, HoldsWeights, Part
+from roll_td.strategies.vllm.process import EngineProcess
+from roll_td.strategies.vllm.shared import SharedWeights
+
+STATES = {"model", "optimizer", "gradients"}
+"""What can be named; this strategy has a model alone."""
+ENVIRONMENT = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+"""Of the engine, unless they are set: its threads go where the system puts them, as engines that
+bind their own all take the first cores; it tells nobody of itself."""
+
+
+class VllmInfer(HoldsWeights, InferenceStrategy):
+    """An engine on each worker, in processes of its own. The weights lie in host memory beside it:
+    new ones come in there, and checkpoints are made of it."""
+
+    model: SharedWeights
+
+    def __init__(self, context: StrategyContext) -> None:
+        super().__init__(context)
+        self._config: VllmConfig = self.settings or VllmConfig()
+        self._lacks = ""
+        self._is_asleep = False
+        self._loads: list[Future[Any]] = []
+
+    def initialize(self, model_provider: ModelProvider) -> None:
+        """Start the engine, and give it the weights of the model, without LoRA: they come merged.
+
+        ValueError for an engine argument that vLLM doesn't know or can't use, RuntimeError for what
+        else it can't start with.
+        """
+        context, config = self.context, self.context.model
+        owner = f"role {context.role}, worker {context.rank_info.rank}"
+        # it imports vLLM while the model is loaded here
+        self._engine = EngineProcess(owner, self._environment())
+        model: Any = model_provider(replace(config, lora=None), context.seed)
+        if any(parameter.is_meta for parameter in model.parameters()):
+            raise ValueError("the model provider left weights on the meta device; load them")
+        self.model = SharedWeights.holding(dict(models.full_weights(model)))
+        self._ends = _end_tokens(model)
+        if config.tokenizer:
+            self._ends |= {models.load_tokenizer(config).eos_token_id} - {None}
+        self._most_tokens = self._call("start", self._arguments(model))
+        del model
+        self._call("share_weights", self.model.path, self.model.weights)
+        self._load_all()
+
+    def generate(self, batch: DataProto, generation: GenerationConfig, seed: int) -> DataProto:
+        """Responses to prompts, rows and columns as HfInfer.generate has them, the random numbers
+        those of the engine: response j of a row has a seed of its own, made of `seed` and, with a
+        column sample_id, sample_id · n + j, else row · n + j. What ends a response is the same.
+
+        ValueError for an empty prompt, or while the engine is offloaded or has no weights.
+        """
+        self._require_model()
+        if self._lacks:
+            raise ValueError(f"role {self.context.role}: {self._lacks}")
+        lengths, n = batch["lengths"].tolist(), generation.num_return_sequences
+        if 0 in lengths:
+            raise ValueError(f"prompt {lengths.index(0)} is empty; give it a token to start from")
+        rows = batch["input_ids"].tolist()
+        ids = batch["sample_id"].tolist() if "sample_id" in batch else range(len(rows))
+        shared = self._sampling(generation)
+        responses = [Response(finish_reason="length") for _ in range(len(rows) * n)]
+        calls, places = [], []
+        for row, (length, sample_id) in enumerate(zip(lengths, ids, strict=True)):
+            most = min(generation.max_new_tokens, self._most_tokens - length)
+            for j in range(n if most > 0 else 0):
+                number = sampling.generator(seed, sample_id * n + j).integers(2**63)
+                own = {"seed": int(number), "max_tokens": most}
+                calls.append((rows[row][:length], shared | own))
+                places.append(row * n + j)
+        futures = self._engine.submit("generate", calls)
+        for place, future in zip(places, futures, strict=True):
+            responses[place] = Response(*future.result())
+        return with_responses(batch, responses, self.weight_version)
+
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Each weight once, with the name that Hugging Face has for it, in one order: as the engine
+        was given it."""
+        return iter(self.model.state_dict().items())
+
+    def update_parameter_in_bucket(self, parts: Iterable[Part]) -> None:
+        """As HoldsWeights has it; the engine takes each weight as it has come whole, while the next
+        ones come."""
+        parts, begins = list(parts), self._incoming is None
+        super().update_parameter_in_bucket(parts)
+        if begins:
+            self._call("begin_loading")
+        ended = [
+            part.name
+            for part in parts
+            if part.start + part.values.numel() == self.model[part.name].numel()
+        ]
+        self._loads += self._engine.submit("load_weights", [(ended,)])
+
+    def process_weights_after_loading(self, version: int) -> None:
+        """As HoldsWeights has it; what the engine's caches have of the old weights is gone."""
+        super().process_weights_after_loading(version)
+        self._finish_loading()
+
+    def save_checkpoint(self, folder: Path) -> None:
+        """Write the weights and their version into a folder, as HfInfer does."""
+        states.save(folder, self._checkpoint(), self.context.groups["world"])
+
+    def load_checkpoint(self, folder: Path) -> None:
+        """Read what save_checkpoint wrote, HfInfer's too. Raises ValueError if it is of another
+        model."""
+        tensors = self._checkpoint()
+        states.load(folder, tensors, self.context.groups["world"])
+        self.weight_version = int(tensors[VERSION])
+        self._load_all()
+
+    def offload_states(self, include: Iterable[str] = ("model",)) -> None:
+        """Give the engine's memory back until load_states, as far as sleep_level says and the
+        platform can: on CPUs that of keys and values. ValueError for an unknown state."""
+        if _has_model(include) and not self._is_asleep:
+            self._call("sleep", self._config.sleep_level)
+            self._is_asleep = True
+            if self._config.sleep_level == 2:
+                self._lacks = (
+                    "offload_states has dropped the weights, as sleep_level=2 says, and no new "
+                    "ones have come; update them first, or set sleep_level: 1"
+                )
+
+    def load_states(self, include: Iterable[str] = ("model",)) -> None:
+        """Take the memory again. ValueError for an unknown state."""
+        if _has_model(include) and self._is_asleep:
+            self._call("wake_up")
+            self._is_asleep = False
+
+    def close(self) -> None:
+        """End the engine; without it, it ends with this process."""
+        self._engine.close()
+
+    def _require_model(self) -> None:
+        if self._is_asleep:
+            role = self.context.role
+            raise ValueError(f"role {role}: the engine is offloaded; call load_states() first")
+
+    def _checkpoint(self) -> dict[str, Tensor]:
+        tensors = {f"model.{name}": tensor for name, tensor in self.full_parameters()}
+        return tensors | {VERSION: torch.tensor(self.weight_version)}
+
+    def _load_all(self) -> None:
+        self._call("begin_loading")
+        self._loads = self._engine.submit("load_weights", [(list(self.model.weights),)])
+        self._finish_loading()
+
+    def _finish_loading(self) -> None:
+        for load in self._loads:
+            load.result(self.context.config.timeout_s)
+        self._call("finish_loading")
+        self._loads, self._lacks = [], ""
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        return self._engine.call(method, *arguments, timeout_s=self.context.config.timeout_s)
+
+    def _sampling(self, generation: GenerationConfig) -> dict[str, Any]:
+        if generation.stop and not self._has_tokenizer:
+            raise ValueError(
+                f"generation.stop={generation.stop} needs a tokenizer; set model.tokenizer"
+            )
+        return {
+            "temperature": generation.temperature,
+            "top_p": generation.top_p,
+            "top_k": generation.top_k,
+            "stop": generation.stop,
+            "stop_token_ids": sorted({*self._ends, *generation.stop_token_ids}),
+        }
+
+    @property
+    def _has_tokenizer(self) -> bool:
+        return bool(self.context.model.tokenizer or self.context.model.path)
+
+    def _arguments(self, model: Any) -> dict[str, Any]:
+        """Engine arguments that the role's config says."""
+        context, config = self.context, self.context.model
+        folder = str(self._engine.folder)
+        stages = self._config.engine_args.get("pipeline_parallel_size", 1)
+        arguments = {
+            "model": config.path,
+            "tokenizer": folder,
+            "skip_tokenizer_init": not self._has_tokenizer,
+            "dtype": config.dtype,
+            "trust_remote_code": config.trust_remote_code,
+            "seed": context.seed % 2**32,
+            "tensor_parallel_size": context.config.num_gpus_per_worker // stages,
+        }
+        model.config.save_pretrained(folder)
+        if self._has_tokenizer:
+            models.load_tokenizer(config).save_pretrained(folder)
+        if config.path is None or config.path.endswith(".gguf"):
+            architectures = {"architectures": [type(model).__name__]}
+            arguments |= {"model": folder, "hf_overrides": architectures}
+        return self._config.engine_args | arguments
+
+    def _environment(self) -> dict[str, str]:
+        """What the engine's environment has besides that of this process."""
+        device, count = self.context.device, self.context.config.num_gpus_per_worker
+        env = {name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()}
+        env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # our process is the engine's own already
+        if device.type == "cpu" and self._config.engine_args.get("enforce_eager", True):
+            # else the first token waits for a compiler: 19 s, measured
+            env["TORCHDYNAMO_DISABLE"] = "1"
+        if device.type == "cuda":
+            local = range(device.index, device.index + count)
+            visible = [physical_device(number) or str(number) for number in local]
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
+        return env
+
+
+def _end_tokens(model: Any) -> set[int]:
+    """What ends a response, as the model's configs say."""
+    ends = [
+        source.eos_token_id for source in (model.generation_config, model.config.get_text_config())
+    ]
+    return {token for end in ends for token in (end if isinstance(end, list) else [end])} - {None}
+
+
+def _has_model(include: Iterable[str]) -> bool:
+    names = {include} if isinstance(include, str) else set(include)
+    if unknown := sorted(names - STATES):
+        raise ValueError(f"no state {', '.join(unknown)}; there are {', '.join(sorted(STATES))}")
+    return "model" in names

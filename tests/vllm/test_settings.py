@@ -1,0 +1,113 @@
+"""What works without vLLM: the settings, the shared memory, and the end of a process group."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from multiprocessing import get_context
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+
+import pytest
+import torch
+
+from roll_td.config.load import load
+from roll_td.config.schema import ConfigError
+from roll_td.config.strategies import StrategyArgs, VllmConfig
+from roll_td.strategies.exchange import Weight
+from roll_td.strategies.vllm.process import end_group
+from roll_td.strategies.vllm.shared import SharedWeights
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def test_further_settings_are_the_engines() -> None:
+    given = {"sleep_level": 2, "max_model_len": 512, "gpu_memory_utilization": None}
+    assert StrategyArgs("vllm", given).settings == VllmConfig(2, {"max_model_len": 512})
+
+
+def test_settings_that_others_say_are_refused() -> None:
+    given = {"dtype": "float32", "tensor_parallel_size": 2, "load_format": "auto", "sleep_level": 3}
+    with pytest.raises(ConfigError) as raised:
+        StrategyArgs("vllm", given)
+    assert str(raised.value).splitlines() == [
+        "strategy_config.sleep_level=3: must be one of 1, 2",
+    ]
+    del given["sleep_level"]
+    with pytest.raises(ConfigError) as raised:
+        StrategyArgs("vllm", given)
+    assert str(raised.value).splitlines() == [
+        "strategy_config.dtype='float32': is said by model.dtype; set model.dtype",
+        "strategy_config.tensor_parallel_size=2: is said by num_gpus_per_worker; set "
+        "num_gpus_per_worker",
+        "strategy_config.load_format='auto': is fixed: weights come from the worker's rank; leave "
+        "it out",
+    ]
+
+
+def test_the_quick_starts_variant_is_the_quick_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(CONFIGS.parent)
+    plain, variant = (
+        load(str(CONFIGS / "rlvr" / name)) for name in ("quickstart.yaml", "quickstart_vllm.yaml")
+    )
+    settings = variant.actor_infer.strategy_args.settings
+    assert set(settings.engine_args) == {"max_model_len", "max_num_seqs", "kv_cache_memory_bytes"}
+    variant.actor_infer.strategy_args = plain.actor_infer.strategy_args
+    variant.exp_name, variant.export_dir = plain.exp_name, plain.export_dir
+    assert variant == plain
+
+
+def _double(path: str, weights: dict[str, Weight]) -> None:
+    for tensor in SharedWeights(path, weights).state_dict().values():
+        tensor.mul_(2)
+
+
+def test_weights_are_shared_with_another_process() -> None:
+    draws = torch.Generator().manual_seed(0)
+    tensors = {
+        "a": torch.randn(3, 5, generator=draws),
+        "b": torch.randn(7, generator=draws).bfloat16(),
+        "scalar": torch.tensor(4.0),
+        "none": torch.empty(0, 3),
+        "c": torch.arange(6).view(2, 3),
+    }
+    shared = SharedWeights.holding(tensors)
+    before = set(os.listdir("/dev/shm"))
+    process = get_context("spawn").Process(target=_double, args=(shared.path, shared.weights))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    assert list(shared.state_dict()) == list(tensors)
+    for name, tensor in tensors.items():
+        assert torch.equal(shared[name], 2 * tensor), name
+        assert shared[name].dtype == tensor.dtype
+    assert set(os.listdir("/dev/shm")) == before, "it has no name"
+
+
+CHILD = """
+import os, sys, time
+from multiprocessing.shared_memory import SharedMemory
+memory = SharedMemory(create=True, size=100)
+if os.fork():
+    print(memory.name, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_group_ends_with_its_shared_memory() -> None:
+    mine = SharedMemory(create=True, size=100)
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert child.stdout is not None
+    name = child.stdout.readline().strip()
+    assert Path("/dev/shm", name).exists()
+    end_group(child.pid)
+    assert child.wait() == -9
+    assert child.stdout.read() == "", "the forked one is gone too, and holds it open no longer"
+    child.stdout.close()
+    assert not Path("/dev/shm", name).exists()
+    assert Path("/dev/shm", mine.name).exists()
+    mine.close()
+    mine.unlink()

@@ -1,0 +1,83 @@
+"""A pipeline that checks engines' answers from inside a job, after each of ten weight updates."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from training_scenarios import FIELDS, TRAINING, Roles, Trainer, recorded_batch
+
+from roll_td import BasePipeline, Dispatch, get, register
+from roll_td.config.model import GenerationConfig, ModelConfig
+from roll_td.config.model_update import ModelUpdateConfig
+from roll_td.models import load_model
+from roll_td.weights.update import Pair
+
+SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+MODEL = ModelConfig(config=FIELDS | SIZES | {"tie_word_embeddings": True})
+FAST = replace(TRAINING, learning_rate=1e-2, max_grad_norm=0)
+GREEDY = GenerationConfig(temperature=0, max_new_tokens=12)
+
+
+class Role(Trainer):
+    """Trains, or answers."""
+
+    @register(dispatch_mode=Dispatch.DP_MP_COMPUTE)
+    def generate(self, data, generation, seed):
+        return self.strategy.generate(data, generation, seed)
+
+
+class TenUpdates(BasePipeline):
+    """From a trainer on two ranks to an engine on one of them, and to one on two others."""
+
+    def __init__(self, pipeline_config: Roles):
+        super().__init__(pipeline_config)
+        specs = [(n, n, Role, config) for n, config in pipeline_config.roles.items()]
+        self.roles = self.create_clusters_parallel(specs)
+        get([c.initialize(pipeline_config, blocking=False) for c in self.roles.values()])
+        get([c.make(MODEL, FAST, blocking=False) for c in self.roles.values()])
+
+    def run(self):
+        source, *targets = (self.roles[name] for name in ("train", "shared", "apart"))
+        pairs = [Pair(source, t, ModelUpdateConfig(bucket_mb=0.01, verify=True)) for t in targets]
+        batch = recorded_batch(6).select(["input_ids", "lengths"])
+        seen = set()
+        for version in range(1, 11):
+            source.sft_step(recorded_batch())
+            for pair in pairs:
+                pair.update(version)
+            wanted = self.by_transformers(source.weights(), batch)
+            for target in targets:
+                made = target.generate(batch, GREEDY, 0)
+                self.compare(made, wanted, f"{target.name}, version {version}")
+                assert (made["weight_version"][made["response_mask"]] == version).all()
+            seen.add(str([tokens for tokens, _ in wanted]))
+        assert len(seen) == 10, "the answers change"
+        print("TEN UPDATES CHECKED", flush=True)
+
+    def by_transformers(self, weights, batch):
+        """Tokens and log-probs of each row."""
+        model = load_model(MODEL, 0)
+        model.load_state_dict(weights, strict=False)  # without the head, which is tied
+        found = []
+        for row, length in zip(batch["input_ids"], batch["lengths"].tolist(), strict=True):
+            prompt = row[None, :length]
+            ids = model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),  # else token 0 counts as padding
+                max_new_tokens=12,
+                do_sample=False,
+                pad_token_id=0,
+            )
+            with torch.no_grad():
+                log_probs = model(ids).logits[0].float().log_softmax(-1)
+            own = log_probs[length - 1 : -1].gather(-1, ids[0, length:, None])[:, 0]
+            found.append((ids[0, length:].tolist(), own))
+        return found
+
+    def compare(self, made, wanted, what):
+        columns = (made[n] for n in ("input_ids", "infer_log_probs", "response_mask"))
+        for ids, log_probs, mask, (tokens, own) in zip(*columns, wanted, strict=True):
+            assert ids[mask].tolist() == tokens, what
+            worst = float((log_probs[mask] - own).abs().max())
+            assert worst <= 1e-4, (what, worst)
