@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from roll_td.runtime.failure import WorkerError as WorkerError
     from roll_td.runtime.refs import get as get
     from roll_td.runtime.worker import Worker as Worker
+    from roll_td.strategies.factory import create_strategy as create_strategy
+    from roll_td.workers.base import ModelWorker as ModelWorker
 
 _NAMES = {
     "config.base": ("BaseConfig", "WorkerConfig"),
@@ -44,6 +46,8 @@ _NAMES = {
     "runtime.dispatch": ("Dispatch", "register", "register_request"),
     "runtime.failure": ("WorkerError",),
     "runtime.worker": ("Worker",),
+    "strategies.factory": ("create_strategy",),
+    "workers.base": ("ModelWorker",),
 }
 _MODULE_OF = {name: f"roll_td.{module}" for module, names in _NAMES.items() for name in names}
 
