@@ -40,14 +40,14 @@ def softened(student: Tensor, teacher: Tensor, *, temperature: float) -> Pair:
     return Pair(teacher, (student / temperature).log_softmax(-1))
 
 
-def top_k(pair: Pair, *, k: int, renormalise: bool) -> Pair:
-    """The teacher's k likeliest entries of each token, (n, k).
+def over_entries(teacher: Tensor, student: Tensor, entries: Tensor, *, renormalise: bool) -> Pair:
+    """Both over some entries of each token, (n, k), the teacher's k likeliest for example.
 
-    As they are, a divergence leaves the others out and may be negative; renormalised, both are
-    distributions over those k.
+    teacher: its log-probs of these, (n, k). student: its log-probs of all, (n, V). entries: int64
+    (n, k). As they are, a divergence leaves the others out and may be negative; renormalised, both
+    are distributions over those k.
     """
-    teacher, entries = pair.teacher.topk(k, dim=-1)
-    student = pair.student.gather(-1, entries)
+    student = student.gather(-1, entries)
     if renormalise:
         return Pair(teacher.log_softmax(-1), student.log_softmax(-1))
     return Pair(teacher, student)

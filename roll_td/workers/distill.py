@@ -17,7 +17,7 @@ from torch import Tensor
 
 from roll_td.algorithms import functional
 from roll_td.algorithms.choosing import call
-from roll_td.algorithms.distillation import Pair, softened
+from roll_td.algorithms.distillation import Pair, over_entries, softened
 from roll_td.algorithms.functional import Head
 from roll_td.config.base import BaseConfig
 from roll_td.config.classes import import_object
@@ -199,10 +199,8 @@ def compared(
     entries = torch.cat([part.entries for part in top]).long()
 
     def over_top(logits: Tensor, rows: slice) -> Pair:
-        student = (logits[:, :tokens] / temperature).log_softmax(-1).gather(-1, entries[rows])
-        if renormalise:
-            return Pair(log_probs[rows].log_softmax(-1), student.log_softmax(-1))
-        return Pair(log_probs[rows], student)
+        student = (logits[:, :tokens] / temperature).log_softmax(-1)
+        return over_entries(log_probs[rows], student, entries[rows], renormalise=renormalise)
 
     return over_top
 

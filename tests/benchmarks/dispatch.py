@@ -17,10 +17,8 @@ from __future__ import annotations
 import argparse
 import ctypes
 import math
-import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,7 +31,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import yaml
+from starting import start_job
 
 from roll_td import (
     BaseConfig,
@@ -234,12 +232,7 @@ def main() -> int:
         config = {"pipeline_cls": f"{here.stem}.BenchPipeline", "output_dir": folder, "a": role,
                   "tp": {**role, "worker_cls": f"{here.stem}.TPBenchWorker"},
                   "rounds": args.rounds, "ray": not args.no_ray}  # fmt: skip
-        (Path(folder) / "job.yaml").write_text(yaml.safe_dump(config))
-        command = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS + 1)]
-        return subprocess.run(
-            [sys.executable, "-m", *command, "-m", "roll_td", f"{folder}/job.yaml"],
-            env=os.environ | {"PYTHONPATH": str(here.parent), "OMP_NUM_THREADS": "1"},
-        ).returncode
+        return start_job(config, RANKS + 1)
 
 
 if __name__ == "__main__":

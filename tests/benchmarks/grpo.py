@@ -13,17 +13,15 @@ weights. A ratio is the median of the ratios of the rounds.
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-import yaml
 from beside import Beside
+from starting import start_job
 
 from roll_td import Dispatch, register
 from roll_td.config.rlvr import RLVRConfig
@@ -145,12 +143,7 @@ def main() -> int:
             "actor_infer": role | {"worker_cls": f"{here.stem}.BenchGeneration", "generation": {
                 "num_return_sequences": SAMPLES, "max_new_tokens": MAX_NEW_TOKENS}},
         }  # fmt: skip
-        (Path(folder) / "job.yaml").write_text(yaml.safe_dump(config))
-        command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
-        return subprocess.run(
-            [sys.executable, "-m", *command, "-m", "roll_td", f"{folder}/job.yaml"],
-            env=os.environ | {"PYTHONPATH": str(here.parent), "OMP_NUM_THREADS": "1"},
-        ).returncode
+        return start_job(config, 3)
 
 
 if __name__ == "__main__":

@@ -11,10 +11,8 @@ tokens, and TRL and the bare loop pad them. A ratio is the median of the ratios 
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from beside import Beside
+from starting import start_job
 
 from roll_td import (
     BaseConfig,
@@ -154,12 +152,7 @@ def main() -> int:
                 "actor": {"worker_cls": f"{here.stem}.BenchWorker", "device_mapping": [0],
                           "strategy_args": {"strategy_name": "fsdp2_train"}},
             }  # fmt: skip
-            (Path(folder) / "job.yaml").write_text(yaml.safe_dump(config))
-            command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-            code |= subprocess.run(
-                [sys.executable, "-m", *command, "-m", "roll_td", f"{folder}/job.yaml"],
-                env=os.environ | {"PYTHONPATH": str(here.parent), "OMP_NUM_THREADS": "1"},
-            ).returncode
+            code |= start_job(config, 2)
     return code
 
 

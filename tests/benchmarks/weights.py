@@ -11,10 +11,8 @@ ratio above 1 says that the update is faster; it is the median of the ratios of 
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +22,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import yaml
+from starting import start_job
 
 from roll_td import BaseConfig, BasePipeline, WorkerConfig
 from roll_td.config.model import ModelConfig
@@ -137,12 +135,7 @@ def main() -> int:
             "model": {"config": MODEL}, "rounds": given.rounds, "bucket_mb": given.bucket_mb,
             "actor": role("fsdp2_train", [0, 1]), "infer": role("hf_infer", [2], **low),
         }  # fmt: skip
-        (Path(folder) / "job.yaml").write_text(yaml.safe_dump(config))
-        command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-        return subprocess.run(
-            [sys.executable, "-m", *command, "-m", "roll_td", f"{folder}/job.yaml"],
-            env=os.environ | {"PYTHONPATH": str(here.parent), "OMP_NUM_THREADS": "1"},
-        ).returncode
+        return start_job(config, 4)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,12 @@ from roll_td.algorithms.distillation import (
     adaptive_kl,
     forward_kl,
     jsd,
+    over_entries,
     reverse_kl,
     sampled_reward,
     skewed_forward_kl,
     skewed_reverse_kl,
     softened,
-    top_k,
 )
 from roll_td.config.classes import import_object
 from roll_td.config.functions import DIVERGENCES, DivergenceArgs
@@ -68,6 +68,11 @@ def test_adaptive_kl_weighs_by_the_gaps_of_head_and_tail():
     # the likeliest entry is in the head though it passes it alone
     assert adaptive_kl(TEACHER, STUDENT, head=0.5).item() == value((0.226289 + 0.311239) / 2)
     assert adaptive_kl(TEACHER, TEACHER, head=0.5).item() == 0
+
+
+def top_k(pair, *, k, renormalise):
+    teacher, entries = pair.teacher.topk(k)
+    return over_entries(teacher, pair.student, entries, renormalise=renormalise)
 
 
 def test_n23_top_k():
