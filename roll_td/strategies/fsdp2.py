@@ -66,7 +66,7 @@ class Fsdp2Infer(HoldsWeights, Operations, InferenceStrategy):
         if any(parameter.is_meta for parameter in self.model.parameters()):
             raise ValueError("the model provider left weights on the meta device; load them")
         self._prepare()
-        self._wants_lengths = self._training.packing and packing.keep_rows_apart(self.model)
+        self._wants_rows = self._training.packing and packing.keep_rows_apart(self.model)
         _, self._head = models.body_and_head(self.model)
         self._root = _Root(self.model)
         self._shard()
@@ -176,13 +176,11 @@ class Fsdp2Infer(HoldsWeights, Operations, InferenceStrategy):
             yield micro
 
     def _forward(self, micro: DataProto) -> packing.Output:
-        ids, lengths = micro["input_ids"], micro["lengths"]
-        layout = packing.packed if self._training.packing else packing.padded
-        inputs: dict[str, Any] = layout(ids, lengths)
-        if self._wants_lengths:
-            inputs["row_lengths"] = [length for length in lengths.tolist() if length]
-        hidden = packing.real_states(self._root(**inputs), lengths)
-        return packing.Output(hidden, self._head(), lengths, ids.shape[1])
+        layout, inputs = packing.arrange(
+            micro, packs=self._training.packing, wants_rows=self._wants_rows
+        )
+        hidden = packing.line_states(self._root(**inputs), layout)
+        return packing.Output(hidden, self._head(), layout)
 
     def _reshard(self) -> None:
         for unit in self._units:

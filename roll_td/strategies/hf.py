@@ -39,7 +39,7 @@ class HfInfer(HoldsWeights, Operations, InferenceStrategy):
         if any(parameter.is_meta for parameter in self.model.parameters()):
             raise ValueError("the model provider left weights on the meta device; load them")
         self.model.requires_grad_(False).eval()
-        self._wants_lengths = self.context.config.training.packing and packing.keep_rows_apart(
+        self._wants_rows = self.context.config.training.packing and packing.keep_rows_apart(
             self.model
         )
         self.model.to(self.context.device)
@@ -145,18 +145,16 @@ class HfInfer(HoldsWeights, Operations, InferenceStrategy):
                 self.offload_states()
 
     def _forward(self, micro: DataProto) -> packing.Output:
-        ids, lengths = micro["input_ids"], micro["lengths"]
-        is_packed = self.context.config.training.packing
-        inputs: dict[str, Any] = (packing.packed if is_packed else packing.padded)(ids, lengths)
-        if self._wants_lengths:
-            inputs["row_lengths"] = [length for length in lengths.tolist() if length]
+        layout, inputs = packing.arrange(
+            micro, packs=self.context.config.training.packing, wants_rows=self._wants_rows
+        )
         body, head = models.body_and_head(self.model)
-        hidden = packing.real_states(body(**inputs, use_cache=False).last_hidden_state, lengths)
-        return packing.Output(hidden, head(), lengths, ids.shape[1])
+        hidden = body(**inputs, use_cache=False).last_hidden_state
+        return packing.Output(packing.line_states(hidden, layout), head(), layout)
 
     def _attend(self, implementation: str) -> None:
         """Packed rows have an attention of their own, which knows no cache."""
-        if self._wants_lengths:
+        if self._wants_rows:
             self.model.set_attn_implementation(implementation)
 
     def _stop(self, generation: GenerationConfig) -> Stop:

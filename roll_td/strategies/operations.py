@@ -26,6 +26,11 @@ class Operations:
         0 and in padding."""
         return packing.entropy(output_tensor, temperature)
 
+    def op_compute_values(self, output_tensor: Any) -> Tensor:
+        """float32 (b, T): V(input_ids[:t]) of a model with a head of one number (see
+        models.value_head); 0 at index 0 and in padding."""
+        return packing.values(output_tensor)
+
     def op_compute_language_loss(self, output_tensor: Any, labels: Tensor) -> Tensor:
         """float32 scalar: sum of -log p over the labels, int64 (b, T), that are not -100."""
         return packing.language_loss(output_tensor, labels)

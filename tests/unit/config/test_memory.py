@@ -16,6 +16,7 @@ from roll_td.config.model_size import model_size
 from roll_td.config.strategies import StrategyArgs
 from roll_td.distributed.topology import mesh_shape, together
 from roll_td.models import body_and_head, load_model
+from roll_td.protocol import DataProto
 from roll_td.strategies import generation, packing
 from tests.benchmarks.memory import MODEL, TRAIN, estimate, measured_mb, setting
 
@@ -99,10 +100,10 @@ def kept_by_autograd(model: ModelConfig, compute: str | None, tokens: int) -> in
         made.requires_grad_(True)
     if compute is not None:
         made.to(getattr(torch, compute))
-    rows = [tokens // 2] * 2
-    inputs: dict[str, Any] = packing.packed(torch.ones(2, tokens // 2).long(), torch.tensor(rows))
-    if packing.keep_rows_apart(made):
-        inputs["row_lengths"] = rows
+    ids, lengths = torch.ones(2, tokens // 2).long(), torch.tensor([tokens // 2] * 2)
+    micro = DataProto({"input_ids": ids, "lengths": lengths})
+    wants_rows = packing.keep_rows_apart(made)
+    _, inputs = packing.arrange(micro, packs=True, wants_rows=wants_rows)
     own = {p.untyped_storage().data_ptr() for p in made.parameters()}
     held: dict[int, torch.UntypedStorage] = {}
 

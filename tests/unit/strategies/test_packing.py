@@ -16,6 +16,7 @@ from roll_td.strategies import packing
 LENGTHS = torch.tensor([5, 1, 7, 3])
 REAL = torch.arange(7) < LENGTHS[:, None]
 IDS = torch.where(REAL, torch.randint(0, 64, (4, 7), generator=torch.Generator().manual_seed(0)), 0)
+LAYOUT = packing.layout(IDS, LENGTHS)
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -28,13 +29,16 @@ SIZES = {
 
 def test_packed_written_out() -> None:
     ids = torch.tensor([[7, 8, 0], [9, 0, 0], [4, 5, 6]])
-    inputs = packing.packed(ids, torch.tensor([2, 1, 3]))
+    inputs = packing.packed(ids, packing.layout(ids, torch.tensor([2, 1, 3])))
     assert inputs["input_ids"].tolist() == [[7, 8, 9, 4, 5, 6]]
     assert inputs["position_ids"].tolist() == [[0, 1, 0, 0, 1, 2]]
 
 
 def test_padded_is_cut_to_the_longest_row() -> None:
-    assert packing.padded(IDS[:2], LENGTHS[:2])["input_ids"].shape == (2, 5)
+    assert packing.padded(IDS[:2], packing.layout(IDS[:2], LENGTHS[:2]))["input_ids"].shape == (
+        2,
+        5,
+    )
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 50])
@@ -51,14 +55,13 @@ def test_attention_row_by_row_is_that_under_a_mask(window: int | None) -> None:
         return (scores.softmax(-1) @ v).transpose(1, 2)
 
     def by_row(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        lengths = LENGTHS.tolist()
         return packing.attend_row_by_row(
             torch.nn.Module(),
             q,
             k,
             v,
             None,
-            row_lengths=lengths,
+            rows=LAYOUT.rows,
             scaling=0.3,
             sliding_window=window,
         )[0]
@@ -101,15 +104,15 @@ def test_packed_equals_padded_in_loss_and_gradients(fields: dict[str, Any], atte
     results = {}
     for layout in (packing.padded, packing.packed):
         model = load_model(config, 3)
-        inputs: dict[str, Any] = layout(IDS, LENGTHS)
+        inputs: dict[str, Any] = layout(IDS, LAYOUT)
         if layout is packing.packed:
-            wants_lengths = packing.keep_rows_apart(model)
-            assert wants_lengths == (attention == "sdpa")
-            if wants_lengths:
-                inputs["row_lengths"] = LENGTHS.tolist()
+            wants_rows = packing.keep_rows_apart(model)
+            assert wants_rows == (attention == "sdpa")
+            if wants_rows:
+                inputs["rows"] = LAYOUT.rows
         body, head = body_and_head(model)
         hidden = body(**inputs, use_cache=False).last_hidden_state
-        output = packing.Output(packing.real_states(hidden, LENGTHS), head(), LENGTHS, 7)
+        output = packing.Output(packing.line_states(hidden, LAYOUT), head(), LAYOUT)
         loss = packing.language_loss(output, labels)
         loss.backward()
         results[layout] = [loss, *(p.grad for p in model.parameters())]
@@ -138,7 +141,7 @@ def test_a_model_that_mixes_packed_rows_is_refused(fields: dict[str, Any], messa
 def output() -> packing.Output:
     random = torch.Generator().manual_seed(2)
     hidden = torch.randn(int(LENGTHS.sum()), 6, generator=random)
-    return packing.Output(hidden, Head(torch.randn(64, 6, generator=random)), LENGTHS, 7)
+    return packing.Output(hidden, Head(torch.randn(64, 6, generator=random)), LAYOUT)
 
 
 def logs(output: packing.Output, temperature: float) -> list[Tensor]:
@@ -175,7 +178,7 @@ def test_language_loss_leaves_out_padding_and_first_tokens(
 
 def test_a_batch_without_labels_has_loss_0_and_gradients_0(output: packing.Output) -> None:
     hidden = output.hidden.clone().requires_grad_()
-    given = packing.Output(hidden, output.head, LENGTHS, 7)
+    given = packing.Output(hidden, output.head, LAYOUT)
     loss = packing.language_loss(given, torch.full((4, 7), -100))
     loss.backward()
     assert loss == 0 and hidden.grad is not None and not hidden.grad.any()
@@ -199,7 +202,7 @@ def test_functions_of_logits_and_their_gradients(
 
     leaves = [x.to(dtype).requires_grad_() for x in (output.hidden, output.head.weight)]
     head = Head(leaves[1], softcap=4.0)
-    got = packing.map_logits(packing.Output(leaves[0], head, LENGTHS, 7), wanted, entropies)
+    got = packing.map_logits(packing.Output(leaves[0], head, LAYOUT), wanted, entropies)
     assert max(sizes) == min(max(1, chunk_bytes // 256), count)
     got.sum().backward()
 
@@ -214,13 +217,13 @@ def test_functions_of_logits_and_their_gradients(
         assert leaf.grad is not None and wanted_leaf.grad is not None
         torch.testing.assert_close(leaf.grad.float(), wanted_leaf.grad, **exact)
     with torch.no_grad():
-        same = packing.map_logits(packing.Output(leaves[0], head, LENGTHS, 7), wanted, entropies)
+        same = packing.map_logits(packing.Output(leaves[0], head, LAYOUT), wanted, entropies)
     assert torch.equal(same, got)
 
 
 def test_functions_of_no_logits_have_a_gradient_of_0(output: packing.Output) -> None:
     hidden = output.hidden.clone().requires_grad_()
-    given = packing.Output(hidden, output.head, LENGTHS, 7)
+    given = packing.Output(hidden, output.head, LAYOUT)
     none = torch.zeros(4, 7, dtype=torch.bool)
     found = packing.map_logits(given, none, lambda logits, _: logits.sum(-1))
     assert found.shape == (0,)
@@ -234,3 +237,58 @@ def test_a_token_that_nothing_predicts_is_our_own_mistake(output: packing.Output
         wanted[place] = True
         with pytest.raises(AssertionError, match="nothing predicts"):
             packing.states_before(output, wanted)
+
+
+SHARED_LENGTHS = torch.tensor([6, 4, 7, 5, 6, 2])
+BEGINNINGS = torch.tensor([3, 3, 2, 3, 2, 0])
+
+
+def shared_rows() -> Tensor:
+    """Rows 0, 1 and 3 begin alike, and 2 and 4."""
+    ids = torch.randint(0, 64, (6, 7), generator=torch.Generator().manual_seed(3))
+    ids[[1, 3], :3] = ids[0, :3]
+    ids[4, :2] = ids[2, :2]
+    return ids * (torch.arange(7) < SHARED_LENGTHS[:, None])
+
+
+def test_what_rows_share_is_in_the_line_once() -> None:
+    ids = torch.tensor([[7, 8, 1, 0], [7, 8, 2, 3], [9, 8, 4, 0], [7, 8, 5, 0]])
+    found = packing.layout(ids, torch.tensor([3, 4, 3, 3]), torch.tensor([2, 2, 2, 2]))
+    inputs = packing.packed(ids, found)
+    assert inputs["input_ids"].tolist() == [[7, 8, 1, 2, 3, 9, 8, 4, 5]]
+    assert inputs["position_ids"].tolist() == [[0, 1, 2, 2, 3, 0, 1, 2, 2]]
+    assert found.places.tolist() == [[0, 1, 2, 0], [0, 1, 3, 4], [5, 6, 7, 0], [0, 1, 8, 0]]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model_type": "qwen3", "head_dim": 8, **SIZES},
+        {"model_type": "mistral", "sliding_window": 3, **SIZES},
+    ],
+    ids=lambda fields: fields["model_type"],
+)
+def test_rows_that_begin_alike_learn_as_if_each_were_alone(fields: dict[str, Any]) -> None:
+    ids, weights = shared_rows(), torch.randn(6, 7, generator=torch.Generator().manual_seed(4))
+    real = torch.arange(7) < SHARED_LENGTHS[:, None]
+    labels = torch.where(real, ids, -100)
+    wanted = real & (torch.arange(7) > 0)
+    results = []
+    for beginnings in (None, BEGINNINGS):
+        model = load_model(ModelConfig(config=fields), 3)
+        assert packing.keep_rows_apart(model)
+        rows = packing.layout(ids, SHARED_LENGTHS, beginnings)
+        body, head = body_and_head(model)
+        states = body(**packing.packed(ids, rows), rows=rows.rows, use_cache=False)
+        output = packing.Output(packing.line_states(states.last_hidden_state, rows), head(), rows)
+        assert len(output.hidden) == (30 if beginnings is None else 30 - 3 - 3 - 2)
+        found = [
+            packing.log_probs(output, ids, 0.7),
+            packing.entropy(output, 0.7),
+            packing.language_loss(output, labels),
+            packing.map_logits(output, wanted, lambda logits, _: logits[:, 5]),
+        ]
+        (sum((of * weights).sum() for of in found[:2]) + found[2] + found[3].sum()).backward()
+        results.append([*found, *(p.grad for p in model.parameters())])
+    for got, alone in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(got, alone, atol=1e-5, rtol=1e-5)

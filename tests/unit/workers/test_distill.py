@@ -41,7 +41,7 @@ class Strategy(Operations):
 
 
 def output(states: Tensor, data: DataProto) -> packing.Output:
-    return packing.Output(states, Head(EYE), data["lengths"], data["input_ids"].shape[1])
+    return packing.Output(states, Head(EYE), packing.layout(data["input_ids"], data["lengths"]))
 
 
 def batch(labels: list[list[int]] | None = None, tokens: float = 2.0) -> DataProto:
