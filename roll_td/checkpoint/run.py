@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ class RunCheckpoints:
         """Steps that it has done."""
         self.is_own = self.start is not None and self.start.parent.resolve() == folder.resolve()
         """Whether this run made it; it may be another one's."""
+        self._finishing: threading.Thread | None = None
         self._run = run_of(self.start) if self.start and self.is_own else uuid.uuid4().hex
 
     def is_due(self, step: int) -> bool:
@@ -57,8 +59,27 @@ class RunCheckpoints:
         busy = self._uploader.busy() if self._uploader is not None else ()
         retain(self._folder, self._config.keep_checkpoints, self._run, busy)
 
+    def finish(self, body: Callable[[], None], fail: Callable[[BaseException], None]) -> None:
+        """Do the rest of a checkpoint beside the run; `fail` is told what goes wrong."""
+
+        def guarded() -> None:
+            try:
+                body()
+            except BaseException as error:  # a thread's edge
+                fail(error)
+
+        self._finishing = threading.Thread(target=guarded, name="roll-td checkpoint", daemon=True)
+        self._finishing.start()
+
+    def wait(self) -> None:
+        """Until no checkpoint is being finished."""
+        if self._finishing is not None:
+            self._finishing.join()
+            self._finishing = None
+
     def close(self) -> None:
-        """Wait for copies that are under way."""
+        """Wait for the checkpoint and the copies that are under way."""
+        self.wait()
         if self._uploader is not None:
             self._uploader.close(self._config.upload_timeout_s)
 

@@ -19,6 +19,9 @@ class CheckpointConfig:
     """
     save_steps: int | None = None
     """Steps between checkpoints; None: only the last step is saved, as it always is."""
+    asynchronous_checkpoints: bool = True
+    """Go on with the next step while a checkpoint is written; until it is, each rank holds what it
+    writes once more in host memory. At most one is under way."""
     keep_checkpoints: int | None = None
     """How many of this run's checkpoints stay, the newest; None: all."""
     upload_to: str | None = None

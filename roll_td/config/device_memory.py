@@ -7,7 +7,7 @@ executes one command at a time, so the role that holds the most while it works c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from roll_td.config.base import BaseConfig, WorkerConfig, roles
 from roll_td.config.classes import import_object
@@ -84,7 +84,7 @@ def role_memory(config: BaseConfig, role: WorkerConfig) -> RoleMemory | None:
     if not isinstance(model, ModelConfig):
         raise ValueError("it has no model; set its own or the pipeline's")
     memory: RoleMemory = import_object(row.memory)(role, model, model_size(model), _load(config))
-    return memory
+    return memory if config.asynchronous_checkpoints else replace(memory, checkpoint_mb=0.0)
 
 
 def _load(config: BaseConfig) -> Load:
@@ -143,15 +143,15 @@ def memory_table(taken: Sequence[DeviceMemory]) -> str:
     several together; empty if there is none."""
     if not taken:
         return ""
-    rows = [["memory in GB", "device", *PARTS.values(), "peak"]]
+    rows = [["memory in GB", "device", *PARTS.values(), "peak", "host, to save"]]
     for some in taken:
         device = _ranges(some.devices) or "-"
         for name, role in some.roles.items():
-            sizes = [getattr(role, part) for part in PARTS]
-            cells = [_gb(size) if size else "-" for size in [*sizes, role.peak_mb]]
+            sizes = [getattr(role, part) for part in [*PARTS, "peak_mb", "checkpoint_mb"]]
+            cells = [_gb(size) if size else "-" for size in sizes]
             rows.append([name, device, *cells])
         if len(some.roles) > 1:
-            rows.append(["together", device, *[""] * len(PARTS), _gb(some.peak_mb)])
+            rows.append(["together", device, *[""] * len(PARTS), _gb(some.peak_mb), ""])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = (zip(row, widths, strict=True) for row in rows)
     return "\n".join("  ".join(cell.ljust(w) for cell, w in line).rstrip() for line in lines)

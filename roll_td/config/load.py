@@ -34,7 +34,8 @@ class Checked(NamedTuple):
     problems: list[Problem]
     """Everything that is wrong."""
     roles: dict[str, WorkerConfig]
-    """The roles that could be read, by dotted key; those with problems are left out."""
+    """The roles that could be read, by dotted key; left out are those with problems and, unless
+    they are final, those without a place."""
     size: JobSize | None
     """The size of a job for these roles; None if it can't be told."""
     roles_are_final: bool
@@ -84,6 +85,8 @@ def check_config(path: str | Path, overrides: Sequence[str] = ()) -> Checked:
     except ConfigError:
         size = None
     is_final = known and (reading.value is not None or _keeps_roles(cls))
+    if not is_final:  # the config class may have wanted to place them
+        roles = {key: role for key, role in roles.items() if _is_placed(role)}
     return Checked(None if problems else reading.value, problems, roles, size, is_final)
 
 
@@ -198,6 +201,10 @@ def _checked(cls: type | None) -> type[BaseConfig]:
     if "__annotations__" in vars(cls) and "__dataclass_fields__" not in vars(cls):
         raise ValueError(f"config class {cls.__name__} is no dataclass; put @dataclass above it")
     return cls
+
+
+def _is_placed(role: WorkerConfig) -> bool:
+    return role.device_mapping is not None or role.world_size is not None
 
 
 def _keeps_roles(cls: type[BaseConfig]) -> bool:

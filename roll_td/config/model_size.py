@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from roll_td.config.hub import hub_config
 from roll_td.config.model import LoraConfig, ModelConfig
 
 
@@ -105,8 +106,8 @@ def _targeted(name: str, targets: list[str] | str) -> bool:
 def model_size(config: ModelConfig) -> ModelSize:
     """The size of config's model, exact.
 
-    ValueError if it has no config.json on this machine, is of a type not known here, or lacks a
-    field that its size depends on.
+    ValueError if it has no config.json, neither here nor on the hub, is of a type not known here,
+    or lacks a field that its size depends on.
     """
     fields = _fields(config)
     kind = fields.get("model_type", "")
@@ -123,11 +124,15 @@ def model_size(config: ModelConfig) -> ModelSize:
 def _fields(config: ModelConfig) -> Mapping[str, Any]:
     if config.config is not None:
         return config.config
-    file = Path(config.path or "").expanduser() / "config.json"
-    if config.path is None or not file.is_file():
+    if config.path is None:
+        raise ValueError("path=None: no model; the size is not known")
+    path = Path(config.path).expanduser()
+    if (path / "config.json").is_file():
+        fields: dict[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        return fields
+    if path.exists() or config.path[0] in "/.~" or config.path.count("/") > 1:
         raise ValueError(f"path={config.path}: no folder with a config.json; the size is not known")
-    fields: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return fields
+    return hub_config(config.path)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from roll_td.config.masking import mask_urls, shown
 
 T = TypeVar("T")
 
+AT_THE_TOP = "at the top level"
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -29,7 +31,8 @@ class Problem:
 
     def under(self, section: str) -> Problem:
         """The same problem seen from outside the section."""
-        return dataclasses.replace(self, key=join(section, self.key))
+        rule = self.rule.replace(AT_THE_TOP, f"of section {section}")
+        return dataclasses.replace(self, key=join(section, self.key), rule=rule)
 
     def __str__(self) -> str:
         subject = f"{self.key}={self.given}" if self.given else self.key
@@ -252,7 +255,7 @@ def _type_text(hint: Any) -> str:
 
 def _unknown(name: str, section: str, hints: Mapping[str, Any], sections: _Sections) -> Problem:
     """No value is shown: a misspelt key may hide a secret."""
-    place = f"of section {section}" if section else "at the top level"
+    place = f"of section {section}" if section else AT_THE_TOP
     homes = [home for home in sections.get(name, []) if home != section]
     if homes:
         listed = " or ".join(join(home, name) for home in homes[:4])

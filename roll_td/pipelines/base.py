@@ -7,7 +7,9 @@ import logging
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,6 +24,7 @@ from roll_td.config.model_update import ModelUpdateConfig
 from roll_td.metrics import Metric, merge_metrics
 from roll_td.runtime.cluster import Cluster, ResourceManager
 from roll_td.runtime.driver import Driver, current_driver
+from roll_td.runtime.failure import Cause
 from roll_td.runtime.notices import Stopped
 from roll_td.runtime.refs import get
 from roll_td.runtime.seeding import seed_command
@@ -102,7 +105,9 @@ class BasePipeline(ABC):
 
     def set_checkpoint_clusters(self, *clusters: Cluster) -> None:
         """The clusters that checkpoints hold. Each has registered methods do_checkpoint(folder)
-        and load_checkpoint(folder), which get the path of a folder of the cluster's own.
+        and load_checkpoint(folder), which get the path of a folder of the cluster's own; and it
+        may have a request write_checkpoint(folder), called when do_checkpoint has returned, which
+        writes the rest while the run goes on.
 
         ValueError for a cluster that lacks one, or for two of the same name.
         """
@@ -155,6 +160,9 @@ class BasePipeline(ABC):
         save_steps asks for it or the step is the last; None: it is the last of `steps`. After a
         notice of the launcher it is saved in any case.
 
+        With asynchronous_checkpoints it returns when all that it needs has been copied, and is
+        complete later: before the next one, and before the run ends.
+
         Called at the end of the loop's body: what is drawn or logged afterwards in the same step
         would be lost on resuming.
         """
@@ -164,14 +172,21 @@ class BasePipeline(ABC):
         self._is_asked, self._is_stopping = True, bool(self._driver.notices)
         if not (is_last or self._is_stopping or self._checkpoints.is_due(done)):
             return
-        with self._checkpoints.saving(done) as folder:
-            calls = []
+        self._checkpoints.wait()
+        with ExitStack() as saving:
+            folder = saving.enter_context(self._checkpoints.saving(done))
+            calls, writes = [], []
             # others get their weights again before they are asked
             kept = [pair for pair, n in self._update_pairs if pair.version and done % n]
             for cluster in self._checkpointed(kept):
                 own = folder.absolute() / cluster.name
                 own.mkdir()
                 calls.append(cluster.do_checkpoint(str(own), blocking=False))
+                if hasattr(cluster, "write_checkpoint"):
+                    writes += [
+                        partial(cluster.write_checkpoint, str(own), worker=i, blocking=False)
+                        for i in range(cluster.world_size)
+                    ]
             positions = {name: tracker.position() for name, tracker in self.trackers.items()}
             state = {
                 "global_step": done,
@@ -183,6 +198,11 @@ class BasePipeline(ABC):
             write_json(folder / STATE, state)
             save_random_state(folder / RANDOM)
             get(calls)
+            rest = partial(_finish, saving.pop_all(), writes)
+        if self.pipeline_config.asynchronous_checkpoints and writes:
+            self._checkpoints.finish(rest, self._fail)
+        else:
+            rest()
 
     def state_dict(self) -> dict[str, Any]:
         """What a subclass wants in its checkpoints beside global_step: plain data, as JSON has."""
@@ -268,8 +288,17 @@ class BasePipeline(ABC):
         names = ", then ".join(number.name for number in self._driver.notices)
         raise Stopped(f"stopped by {names} after {self.global_step} steps")
 
+    def _fail(self, error: BaseException) -> None:
+        self._driver.fail(Cause.of(error, "driver", self._driver.transport.rank))
+
     def _set_step(self, step: int) -> None:
         self.global_step = self._driver.step = step
+
+
+def _finish(saving: ExitStack, writes: Sequence[Callable[[], Any]]) -> None:
+    """Have all ranks write what they have staged, then mark the checkpoint as complete."""
+    with saving:
+        get([write() for write in writes])
 
 
 def _check_saves(cluster: Cluster) -> None:

@@ -27,6 +27,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from roll_td import models
 from roll_td.metrics import Last, Sum, merge_metrics
 from roll_td.plan import LocalPlan, default_plan, local
+from roll_td.platform import give_freed_memory_back
 from roll_td.protocol import DataProto
 from roll_td.strategies import optimizer, packing, states
 from roll_td.strategies.base import (
@@ -113,6 +114,12 @@ class Fsdp2Infer(HoldsWeights, Operations, InferenceStrategy):
         after."""
         with self._resident():
             states.save(folder, self._checkpoint(), self._group)
+
+    def stage_checkpoint(self) -> dict[str, memoryview]:
+        """The files that save_checkpoint would write on this rank, in host memory, for
+        states.write. What was offloaded is so after."""
+        with self._resident():
+            return states.stage(self._checkpoint(), self._group)
 
     def load_checkpoint(self, folder: Path) -> None:
         """Read what save_checkpoint wrote, on any number of ranks. Raises ValueError if it is of
@@ -239,6 +246,7 @@ class Fsdp2Train(Fsdp2Infer, TrainStrategy):
                 "sum small updates; set model.dtype: float32 and training.compute_dtype: bfloat16"
             )
         if self._training.gradient_checkpointing:
+            give_freed_memory_back()
             self.model.activation_checkpointing_enable()
 
     def train_step(self, batch: DataProto, loss_func: LossFunc) -> dict[str, Any]:

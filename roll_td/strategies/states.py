@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
+import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemBase
 from torch.distributed.tensor import DTensor
 
 
@@ -104,6 +109,73 @@ def whole(tensor: Tensor) -> Tensor:
 def save(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
     """Write tensors into a folder, each rank of the group its shards."""
     dcp.save(dict(tensors), checkpoint_id=folder, process_group=group)
+
+
+def stage(tensors: Mapping[str, Tensor], group: dist.ProcessGroup) -> dict[str, memoryview]:
+    """The files that `save` would write on this rank, by name, in host memory: the tensors may
+    change while they are written. All ranks of the group stage together, and write each alone."""
+    writer = _MemoryWriter()
+    dcp.save(dict(tensors), storage_writer=writer, process_group=group)
+    return {name: stream.getbuffer() for name, stream in writer.files.items()}
+
+
+def write(folder: Path, files: Mapping[str, memoryview]) -> None:
+    """Write what `stage` gave, through to the disk."""
+    for name, content in files.items():
+        with (folder / name).open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+class _MemoryWriter(dcp.FileSystemWriter):
+    """Writes into `files`."""
+
+    def __init__(self) -> None:
+        super().__init__("", sync_files=False)
+        memory = _Memory()
+        self.fs, self.files = cast(Any, memory), memory.files
+
+
+class _File(io.BytesIO):
+    """A file in memory."""
+
+    def close(self) -> None:
+        """Its writer closes it; it is still to be read."""
+
+
+class _Memory(FileSystemBase):
+    """Files that lie in memory, by their paths."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, _File] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        assert mode == "wb", "nothing is read here"
+        yield self.files.setdefault(str(path), _File())
+
+    def concat_path(self, path: str | os.PathLike[str], suffix: str) -> Path:
+        return Path(path) / suffix
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        self.files[str(new_path)] = self.files.pop(str(path))
+
+    def init_path(self, path: str | os.PathLike[str]) -> Path:
+        return Path(path)
+
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        """There are no folders."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+    def exists(self, path: str | os.PathLike[str]) -> bool:
+        return str(path) in self.files
+
+    def rm_file(self, path: str | os.PathLike[str]) -> None:
+        del self.files[str(path)]
 
 
 def load(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:

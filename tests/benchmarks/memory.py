@@ -36,6 +36,7 @@ from roll_td.config.schema import read
 from roll_td.distributed.topology import rank_infos
 from roll_td.models import load_model
 from roll_td.plan import default_plan, local
+from roll_td.platform import keep_freed_memory
 from roll_td.protocol import DataProto
 from roll_td.strategies.base import StrategyContext
 
@@ -173,6 +174,8 @@ def small(what: Mapping[str, Any]) -> dict[str, Any]:
 def measure(what: Mapping[str, Any], rank: int, file: str) -> list[float]:
     """MB, in this process: up to the end of the first call, and of the second."""
     torch.set_num_threads(1)
+    if "MALLOC_MMAP_THRESHOLD_" not in os.environ:
+        keep_freed_memory()  # as each rank does
     ranks = what["role"]["world_size"]
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=ranks)
     mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu", mesh_dim_names=("dp",))

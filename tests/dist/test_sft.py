@@ -105,7 +105,7 @@ def fill_disk(config: Path, name: str) -> None:
     """Resume a run whose next checkpoint finds no room."""
     ended = Job(["-c", LIMITED, "run", str(config), f"exp_name={name}"]).finish(START_S)
     assert ended.code == 1
-    assert "actor_train.do_checkpoint failed (worker " in ended.cause
+    assert "actor_train.write_checkpoint failed (worker " in ended.cause
     assert "MB are free there" in ended.cause.splitlines()[0]
 
 

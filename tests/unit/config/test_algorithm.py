@@ -22,6 +22,7 @@ from roll_td.config.algorithm import (
     generation_problems,
 )
 from roll_td.config.classes import import_object
+from roll_td.config.function_settings import GrpoSettings, Level
 from roll_td.config.functions import (
     ADVANTAGES,
     DIVERGENCES,
@@ -30,8 +31,6 @@ from roll_td.config.functions import (
     AdvantageArgs,
     DivergenceArgs,
     Function,
-    GrpoSettings,
-    Level,
     PolicyLossArgs,
     PreferenceLossArgs,
 )
@@ -69,6 +68,7 @@ def test_a_row_names_a_function_and_its_settings_are_the_functions(row: Function
     assert all(p.default is p.empty for p in parameters)
     assert len(columns_of(function)) == len(list(parameters)) - len(keywords)
     assert row.critic == ("values" in columns_of(function))
+    assert row.states == ("state_id" in columns_of(function))
 
 
 def choices(cls: type, name: str) -> tuple[Any, ...]:
@@ -156,11 +156,11 @@ def test_every_setting_is_reached_from_the_command_line(workdir: Path) -> None:
         ({"scores": {"std": False}}, "scores.std=False: must be one of 'none', 'group', 'batch'"),
         (
             {"advantage": {"name": "rloo", "settings": {"scale": "group"}}},
-            "advantage.settings.scale: is not a key at the top level; it has no keys",
+            "advantage.settings.scale: is not a key of section settings; it has no keys",
         ),
         (
             {"policy_loss": {"settings": {"clip_hgih": 1}}},
-            "policy_loss.settings.clip_hgih: is not a key at the top level; did you mean clip_h",
+            "policy_loss.settings.clip_hgih: is not a key of section settings; did you mean clip_h",
         ),
         ({"advantage": {"name": "gae", "settings": {"lam": 2}}}, "settings.lam=2.0: must lie in 0"),
         ({"advantage": {"name": "reinforce", "settings": {"gamma": -1}}}, "gamma=-1.0: must lie"),
@@ -228,6 +228,9 @@ def test_one_response_a_prompt_teaches_nothing_where_responses_are_compared() ->
     scores = {"mean": "group", "drop_without_signal": True}
     right = ["scores.mean", "scores.drop_without_signal"]
     assert keys(advantage={"name": "reinforce"}, scores=scores) == right
+    weights = {"scores": {"length_weight": {"alpha": 0.1}}, "difficulty_weight": {}}
+    right = ["scores.length_weight", "difficulty_weight"]
+    assert keys(advantage={"name": "reinforce"}, **weights) == right
 
 
 def test_an_overlong_buffer_fits_into_the_longest_response() -> None:

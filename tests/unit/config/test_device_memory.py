@@ -51,7 +51,15 @@ def role(strategy: str, devices: str | None, **fields: Any) -> dict[str, Any]:
 
 
 def takes(resident_mb: float, working_mb: float, **parts: float) -> RoleMemory:
-    names = ("optimizer", "gradients", "activations", "buffers", "kv_cache", "allocator")
+    names = (
+        "optimizer",
+        "gradients",
+        "activations",
+        "buffers",
+        "kv_cache",
+        "allocator",
+        "checkpoint",
+    )
     sizes = {f"{name}_mb": parts.get(name, 0.0) for name in names}
     return RoleMemory(weights_mb=resident_mb, working_mb=working_mb, **sizes)
 
@@ -104,7 +112,7 @@ def test_what_stays_adds_up_and_the_largest_work_counts() -> None:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"model": {"path": "somewhere/else"}}, "path=somewhere/else: no folder with"),
+        ({"model": {"path": "./else"}}, "path=./else: no folder with"),
         ({"model": {"config": {"model_type": "mamba"}}}, "model_type=mamba: its size is not known"),
         ({"data": None}, "has no data.max_length"),
     ],
@@ -158,20 +166,22 @@ def test_the_way_out_is_about_the_largest_part(memory: RoleMemory, strategy: str
 
 
 def test_the_table() -> None:
-    a = takes(2048, 7168, optimizer=4096, gradients=2048, activations=5120, buffers=5)
+    a = takes(
+        2048, 7168, optimizer=4096, gradients=2048, activations=5120, buffers=5, checkpoint=1024
+    )
     b = takes(1024, 1024, kv_cache=1024)
     table = memory_table([DeviceMemory((0, 1), {"a": a, "b": b}), DeviceMemory((), {"b": b})])
     assert table.splitlines() == [
         "memory in GB  device  weights  optimizer  gradients  activations  buffers  KV cache  "
-        "allocator  peak",
+        "allocator  peak   host, to save",
         "a             0-1     2.00     4.00       2.00       5.00         <0.01    -         "
-        "-          13.00",
+        "-          13.00  1.00",
         "b             0-1     1.00     -          -          -            -        1.00      "
-        "-          2.00",
+        "-          2.00   -",
         "together      0-1                                                                    "
         "           14.00",
         "b             -       1.00     -          -          -            -        1.00      "
-        "-          2.00",
+        "-          2.00   -",
     ]
     assert memory_table([]) == ""
 

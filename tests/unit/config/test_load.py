@@ -290,3 +290,15 @@ def test_resolved_yaml_loads_again(workdir: Path) -> None:
     config = _load(workdir, PLAIN + "a: {device_mapping: 0-3, num_gpus_per_worker: 2}")
     again = _load(workdir, resolved_yaml(config))
     assert vars(again) == vars(config)
+
+
+def test_a_role_that_the_config_class_would_have_placed_is_no_problem() -> None:
+    quickstart = Path(__file__).parents[3] / "configs" / "rlvr" / "quickstart.yaml"
+    role = "actor_train.strategy_args.strategy_config"
+    checked = check_config(quickstart, ["algorithm.advantagee.name=x", f"{role}.shards=1"])
+    assert [str(problem).partition(";")[0] for problem in checked.problems] == [
+        "algorithm.advantagee: is not a key of section algorithm",
+        f"{role}.shards: is not a key of section strategy_config",
+    ]
+    assert not checked.roles_are_final
+    assert all(role.device_mapping or role.world_size for role in checked.roles.values())

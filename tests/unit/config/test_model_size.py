@@ -103,8 +103,8 @@ def test_a_folder_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (ModelConfig(), "no folder with a config.json"),
-        (ModelConfig(path="some/model"), "path=some/model: no folder with a config.json"),
+        (ModelConfig(), "no model; the size is not known"),
+        (ModelConfig(path="./model"), "path=./model: no folder with a config.json"),
         (ModelConfig(config={"model_type": "qwen33"}), "did you mean qwen3?"),
         (ModelConfig(config={"model_type": "t5"}), "known are gpt2, llama"),
         (ModelConfig(config={"model_type": "llama"}), "lacks hidden_size"),

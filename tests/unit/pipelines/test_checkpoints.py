@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,18 @@ from typing import Any
 
 import pytest
 
-from roll_td import BaseConfig, BasePipeline, Cluster, Dispatch, Worker, WorkerConfig, register
+from roll_td import (
+    BaseConfig,
+    BasePipeline,
+    Cluster,
+    Dispatch,
+    Worker,
+    WorkerConfig,
+    WorkerError,
+    register,
+    register_request,
+)
+from roll_td.checkpoint import store
 from roll_td.checkpoint.store import fault_of
 from roll_td.placement import planned_places
 from roll_td.runtime.inprocess import LocalJob
@@ -58,9 +70,11 @@ class Killed(Exception):
 
 
 class Pipeline(BasePipeline):
+    worker_cls: type[Worker] = Model
+
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.model = Cluster("a", Model, self.resource_manager, config.a)
+        self.model = Cluster("a", self.worker_cls, self.resource_manager, config.a)
         self.set_checkpoint_clusters(self.model)
         self.seen: list[float] = []
         self.did: list[int] = []
@@ -252,3 +266,106 @@ def test_metrics_of_the_run_are_all_there(tmp_path: Path) -> None:
     run(tmp_path, steps=3)
     found = read_metrics(tmp_path / "exp" / "metrics.jsonl")
     assert {step for key, step in found if key == "sum"} == {0, 1, 2}
+
+
+class Slow(Model):
+    """Writes beside the run, when it may."""
+
+    may_write = threading.Event()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def do_checkpoint(self, folder: str) -> None:
+        self.staged = self.weight
+
+    @register_request
+    def write_checkpoint(self, folder: str) -> None:
+        assert self.may_write.wait(30)
+        self.write(Path(folder) / f"{self.rank}.json")
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(self.staged))
+
+
+class SlowPipeline(Pipeline):
+    """Lets the first checkpoint be written once a step more is done."""
+
+    worker_cls = Slow
+
+    def run(self) -> None:
+        for step in self.steps(3):
+            self.did.append(step)
+            self.model.train(float(step + 1))
+            if step == 1:
+                assert {path.name for path in (self.run_dir / "checkpoints").iterdir()} == {
+                    "step_1.partial"
+                }
+                Slow.may_write.set()
+            self.do_checkpoint(step)
+            if step == 1:  # it has waited for the one before
+                assert (self.run_dir / "checkpoints" / "step_1").is_dir()
+
+
+def slow(folder: Path, **given: Any) -> SlowPipeline:
+    config = Config(output_dir=str(folder), exp_name="exp", num_gpus_per_node=2, **given)
+    return SlowPipeline(config)
+
+
+@pytest.fixture
+def may_write(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    event = threading.Event()
+    monkeypatch.setattr(Slow, "may_write", event)
+    return event
+
+
+def test_steps_go_on_while_a_checkpoint_is_written(
+    tmp_path: Path, may_write: threading.Event
+) -> None:
+    pipeline = slow(tmp_path, save_steps=1)
+    pipeline.run()
+    pipeline.close()  # waits for the last
+    found = saved(tmp_path)
+    assert sorted(found) == [1, 2, 3]
+    assert found[1] == [1.0, 2.0]  # as it was then, not as it was written
+    assert found[2] == [2.9, 4.8]
+
+
+def test_a_synchronous_one_is_complete_at_once(tmp_path: Path, may_write: threading.Event) -> None:
+    may_write.set()
+    pipeline = slow(tmp_path, save_steps=1, asynchronous_checkpoints=False)
+    pipeline.did.append(pipeline.model.train(1.0)[0])
+    pipeline.do_checkpoint(0)
+    assert sorted(saved(tmp_path)) == [1]
+    pipeline.close()
+
+
+def no_space(*_: object) -> None:
+    raise OSError("no space left")
+
+
+@pytest.mark.parametrize(
+    ("broken", "name", "message"),
+    [
+        (Slow, "write", r"a\.write_checkpoint failed .*no space left"),
+        (store, "sync_tree", r"the driver failed .*no space left"),
+    ],
+)
+def test_what_fails_while_writing_ends_the_job(
+    broken: object,
+    name: str,
+    message: str,
+    tmp_path: Path,
+    may_write: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(broken, name, no_space)
+    may_write.set()
+    with pytest.raises(WorkerError, match=message), LocalJob(planned_places(1, 2, 1), 1, 2):
+        pipeline = slow(tmp_path, save_steps=1)
+        for _ in range(1000):
+            pipeline.do_checkpoint(0)
+            pipeline.model.train(1.0)
+    for open_file in [*pipeline.trackers.values(), pipeline._trace]:
+        open_file.close()
+    assert [path.name for path in (tmp_path / "exp" / "checkpoints").iterdir()] == [
+        "step_1.partial"
+    ]

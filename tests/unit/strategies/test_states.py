@@ -1,6 +1,11 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 import torch
+import torch.distributed as dist
 
 from roll_td.strategies import states
 
@@ -41,3 +46,24 @@ def test_plain_tensors_have_no_shards() -> None:
     assert states.shard_like(part, tensor) is part
     assert states.cut_of(tensor) is None
     assert states.whole(tensor).data_ptr() == tensor.data_ptr()
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_what_is_staged_is_what_was_there_then(tmp_path: Path, alone: dist.ProcessGroup) -> None:
+    tensors = {"a": torch.randn(70, 300), "step": torch.tensor(3)}
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    staged = states.stage(tensors, alone)
+    for tensor in tensors.values():
+        tensor.zero_()
+    (tmp_path / "saved").mkdir()
+    states.write(tmp_path / "saved", staged)
+    states.load(tmp_path / "saved", tensors, alone)
+    assert all(torch.equal(tensors[name], before[name]) for name in before)
