@@ -1,5 +1,5 @@
 """The command line: `roll-td check`, `run` and `submit CONFIG`, with key=value overrides, and
-`roll-td report`, `status`, `logs` and `cancel RUN_DIR`."""
+`roll-td report`, `replay`, `status`, `logs` and `cancel RUN_DIR`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from roll_td.config.base import JobSize, WorkerConfig
 from roll_td.config.classes import check_class
 from roll_td.config.device_memory import memory_by_device, memory_problems, memory_table
 from roll_td.config.load import Checked, check_config
+from roll_td.config.replay import write_replay_config
 from roll_td.config.schema import Problem
 from roll_td.placement import (
     RolePlacement,
@@ -177,6 +178,21 @@ def _report(run_dir: str) -> int:
     return _told("report", lambda: print(write_report(Path(run_dir))))
 
 
+def _replay(run_dir: str, step: int, sample: int | None) -> int:
+    try:
+        config = str(write_replay_config(run_dir, step, sample))
+    except ValueError as error:
+        print(f"roll-td replay: {error}", file=sys.stderr)
+        return 1
+    report = check(config, [])
+    if report.problems:
+        print(_problem_text(config, report.problems), file=sys.stderr)
+        return 1
+    from launch.local import run_local
+
+    return run_local(config, [], 1)
+
+
 def _ranks_to_start(size: JobSize) -> str:
     total = size.num_nodes * size.ranks_per_node
     nodes = f"{size.ranks_per_node} on each of {size.num_nodes} nodes: "
@@ -217,6 +233,14 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("run_dir", metavar="RUN_DIR", help="such as runs/tiny")
         command.set_defaults(command=action)
+    text = "do a recorded step of a run again, in one process, and print where numbers differ"
+    command = commands.add_parser("replay", help=text, description=text)
+    command.add_argument("run_dir", metavar="RUN_DIR", help="such as runs/tiny")
+    command.add_argument("--step", type=int, required=True, metavar="N", help="as in metrics.jsonl")
+    command.add_argument(
+        "--sample", type=int, metavar="ID", help="of this answer alone, by its sample_id"
+    )
+    command.set_defaults(command=_replay)
     return parser
 
 

@@ -21,12 +21,14 @@ TOKEN_COLUMNS = frozenset(
         "log_probs",
         "old_log_probs",
         "ref_log_probs",
+        "teacher_log_probs",
         "infer_log_probs",
         "values",
         "token_level_rewards",
         "advantages",
         "returns",
         "weight_version",
+        "state_id",
     }
 )
 

@@ -31,18 +31,18 @@ def grpo(
     ddof: 1 for the sample's deviation, 0 for the population's. 0 where all outcomes of a group
     are equal, or there is one.
     """
-    outcomes, mask = _outcomes(token_level_rewards, response_mask)
+    outcomes, mask = outcomes_and_mask(token_level_rewards, response_mask)
     advantages = normalise(outcomes, mask.any(-1), group_id, mean="group", std=scale, ddof=ddof)
-    return {"advantages": _everywhere(advantages, mask)}
+    return {"advantages": everywhere(advantages, mask)}
 
 
 def rloo(token_level_rewards: Tensor, response_mask: Tensor, group_id: Tensor) -> dict[str, Tensor]:
     """Outcome - mean of the others of its group, for every token of the row (REINFORCE
     leave-one-out, arXiv:2402.14740). 0 for a row that has no others."""
-    outcomes, mask = _outcomes(token_level_rewards, response_mask)
+    outcomes, mask = outcomes_and_mask(token_level_rewards, response_mask)
     count, mean, _ = in_groups(outcomes, mask.any(-1), group_id)
     others = torch.where(count > 1, count / (count - 1).clamp(min=1), 0.0)
-    return {"advantages": _everywhere((outcomes - mean) * others, mask)}
+    return {"advantages": everywhere((outcomes - mean) * others, mask)}
 
 
 def reinforce(
@@ -50,7 +50,7 @@ def reinforce(
 ) -> dict[str, Tensor]:
     """The rewards still to come, discounted by gamma for each token of the policy between
     (Williams 1992, doi:10.1007/BF00992696). No baseline."""
-    _, mask = _outcomes(token_level_rewards, response_mask)
+    _, mask = outcomes_and_mask(token_level_rewards, response_mask)
     return {"advantages": _to_go(token_level_rewards, mask, gamma).float()}
 
 
@@ -59,7 +59,7 @@ def reinforce_pp(
 ) -> dict[str, Tensor]:
     """As reinforce, then whitened over all tokens of the batch, sample deviation (REINFORCE++,
     arXiv:2501.03262)."""
-    _, mask = _outcomes(token_level_rewards, response_mask)
+    _, mask = outcomes_and_mask(token_level_rewards, response_mask)
     to_go = _to_go(token_level_rewards, mask, gamma)
     return {"advantages": whiten(to_go, mask, ddof=1).float()}
 
@@ -72,10 +72,10 @@ def reinforce_pp_baseline(
 
     A row that is alone in its group has no baseline: nothing is subtracted.
     """
-    outcomes, mask = _outcomes(token_level_rewards, response_mask)
+    outcomes, mask = outcomes_and_mask(token_level_rewards, response_mask)
     count, mean, _ = in_groups(outcomes, mask.any(-1), group_id)
     centred = outcomes - torch.where(count > 1, mean, 0.0)
-    return {"advantages": whiten(_everywhere(centred, mask), mask, ddof=1)}
+    return {"advantages": whiten(everywhere(centred, mask), mask, ddof=1)}
 
 
 def gae(
@@ -92,13 +92,27 @@ def gae(
     values: float32 (B, T), of the state before each token. Next to a token of the policy is the
     policy's next, whatever lies between; after the last the value is 0.
     """
-    _, mask = _outcomes(token_level_rewards, response_mask)
+    _, mask = outcomes_and_mask(token_level_rewards, response_mask)
     rewards, values = keep(token_level_rewards, mask).double(), keep(values, mask).double()
     advantages = _advantages(rewards, values, mask, gamma, lam)
     return {"advantages": advantages.float(), "returns": (advantages + values).float()}
 
 
-def _outcomes(token_level_rewards: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
+def distillation(
+    old_log_probs: Tensor, teacher_log_probs: Tensor, response_mask: Tensor, *, gamma: float
+) -> dict[str, Tensor]:
+    """log p_teacher - log p_student of each token that the student sampled, and with a gamma above
+    0 of those of the policy after it, discounted.
+
+    The log-prob's gradient times this, on average over what is sampled, is that of -KL(student ‖
+    teacher): with gamma 0 of the next token's distributions, with gamma 1 of those of whole answers
+    (on-policy distillation, Gu et al. 2024, arXiv:2306.08543, section 2.2). A penalty that is a
+    function of the state alone has no such gradient.
+    """
+    return {"advantages": _to_go(teacher_log_probs - old_log_probs, response_mask, gamma).float()}
+
+
+def outcomes_and_mask(token_level_rewards: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
     """The sum of each row's rewards, float32 (B), and the mask (B, T) without rows that have none.
 
     In float32, as equal outcomes have an exact mean in float64 then: see in_groups.
@@ -109,7 +123,7 @@ def _outcomes(token_level_rewards: Tensor, response_mask: Tensor) -> tuple[Tenso
     return keep(rewards, mask).double().sum(-1).float(), mask
 
 
-def _everywhere(of_rows: Tensor, mask: Tensor) -> Tensor:
+def everywhere(of_rows: Tensor, mask: Tensor) -> Tensor:
     """A number per row (B) at each of its tokens, float32 (B, T)."""
     return keep(of_rows[:, None].float().expand(mask.shape), mask)
 

@@ -1,9 +1,11 @@
-"""What answers say of a model."""
+"""What answers say of a model, and returns of a critic."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from roll_td.algorithms.masking import moments
 
 
 def pass_at_k(samples: Tensor, correct: Tensor, *, k: int) -> Tensor:
@@ -20,3 +22,13 @@ def pass_at_k(samples: Tensor, correct: Tensor, *, k: int) -> Tensor:
     wrong = (samples - correct).double()[:, None]
     # C(w, k) / C(n, k) = Π (w - i) / (n - i), i from 0 to k - 1; with w < k one factor is 0
     return 1 - ((wrong - drawn) / (samples.double()[:, None] - drawn)).prod(-1)
+
+
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
+    """1 - Var(returns - values) / Var(returns) over the mask: 1 for a critic that knows, 0 for one
+    that says the same of all, less for a misleading one; 0 where all returns are equal.
+
+    values, returns: float (B, T). mask: bool (B, T).
+    """
+    whole = moments(returns, mask).squares
+    return 1 - moments(returns - values, mask).squares / whole if whole > 0 else 0.0

@@ -51,7 +51,7 @@ def ppo(
         least = dual_clip * advantages
         shares["dual_clip_fraction"] = (gain < least) & (advantages < 0)
         gain = torch.where(advantages < 0, torch.maximum(gain, least), gain)
-    metrics = _change(log_probs, old_log_probs, response_mask) | token_means(shares, response_mask)
+    metrics = change(log_probs, old_log_probs, response_mask) | token_means(shares, response_mask)
     return keep(-gain, response_mask), metrics
 
 
@@ -74,14 +74,14 @@ def cispo(
     lowest = 0.0 if clip_low is None else 1 - clip_low
     weight = ratio.clamp(lowest, 1 + clip_high)
     shares = {"clip_low_fraction": ratio < lowest, "clip_high_fraction": ratio > 1 + clip_high}
-    metrics = _change(log_probs, old_log_probs, response_mask) | token_means(shares, response_mask)
-    return _weighted(log_probs, weight * keep(advantages, response_mask), response_mask), metrics
+    metrics = change(log_probs, old_log_probs, response_mask) | token_means(shares, response_mask)
+    return weighted(log_probs, weight * keep(advantages, response_mask), response_mask), metrics
 
 
 def reinforce(log_probs: Tensor, advantages: Tensor, response_mask: Tensor) -> Losses:
     """-A log p (Williams 1992, doi:10.1007/BF00992696). For one update per rollout: that older
     weights sampled is not corrected for."""
-    return _weighted(log_probs, advantages, response_mask), {}
+    return weighted(log_probs, advantages, response_mask), {}
 
 
 def value(
@@ -109,11 +109,11 @@ def value(
     return errors / 2, token_means(means, response_mask)
 
 
-def _weighted(log_probs: Tensor, weights: Tensor, mask: Tensor) -> Tensor:
+def weighted(log_probs: Tensor, weights: Tensor, mask: Tensor) -> Tensor:
     return -keep(log_probs, mask) * keep(weights, mask).detach()
 
 
-def _change(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> dict[str, Metric]:
+def change(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> dict[str, Metric]:
     """How far the policy has moved: mean ratio of tokens, and KL(old ‖ new) by k3."""
     moved = keep(old_log_probs, mask) - keep(log_probs.detach(), mask)
     ratio = ratios(log_probs.detach(), old_log_probs, mask, level="token")

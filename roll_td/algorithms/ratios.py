@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from roll_td.algorithms.choosing import named
 from roll_td.algorithms.kl import ESTIMATORS, MOST_LOG_RATIO
 from roll_td.algorithms.masking import keep, row_means, token_means
+from roll_td.algorithms.turns import turn_sums, turns
 from roll_td.metrics import Max, Metric
 
 
@@ -22,13 +22,15 @@ def _token(log_ratio: Tensor, mask: Tensor) -> Tensor:
     return log_ratio
 
 
+def _segment(log_ratio: Tensor, mask: Tensor) -> Tensor:
+    turn = turns(mask)
+    return turn_sums(log_ratio, turn).gather(1, turn)
+
+
 def _segment_mean(log_ratio: Tensor, mask: Tensor) -> Tensor:
-    starts = mask & ~torch.nn.functional.pad(mask[:, :-1], (1, 0))
-    segment = keep(starts.long().cumsum(-1), mask)
-    empty = log_ratio.new_zeros(len(mask), mask.shape[1] + 1)
-    sums = empty.scatter_add(1, segment, log_ratio)
-    counts = empty.scatter_add(1, segment, mask.to(log_ratio.dtype)).clamp(min=1)
-    return (sums / counts).gather(1, segment)
+    turn = turns(mask)
+    counts = turn_sums(mask.to(log_ratio.dtype), turn).clamp(min=1)
+    return (turn_sums(log_ratio, turn) / counts).gather(1, turn)
 
 
 def _sequence_mean(log_ratio: Tensor, mask: Tensor) -> Tensor:
@@ -41,7 +43,9 @@ def _sequence(log_ratio: Tensor, mask: Tensor) -> Tensor:
 
 LEVELS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "token": _token,
-    # geometric mean over a run of tokens of the policy without a gap: a turn
+    # product over a run of tokens of the policy without a gap: a turn
+    "segment": _segment,
+    # geometric mean over a turn
     "segment-mean": _segment_mean,
     # geometric mean over the row (GSPO, arXiv:2507.18071, equation 7)
     "sequence-mean": _sequence_mean,

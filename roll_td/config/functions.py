@@ -9,169 +9,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any, ClassVar, Literal
+from functools import cached_property
+from typing import Any, ClassVar
 
+from roll_td.config.function_settings import (
+    AdaptiveSettings,
+    CispoSettings,
+    DiscountSettings,
+    GaeSettings,
+    GigpoSettings,
+    GrpoSettings,
+    JsdSettings,
+    KimiSettings,
+    NoSettings,
+    PpoSettings,
+    PreferenceSettings,
+    SigmoidSettings,
+    SkewSettings,
+    TisSettings,
+    ToprSettings,
+    TurnSettings,
+)
 from roll_td.config.schema import ConfigError, Problem, read
-
-Level = Literal["token", "segment-mean", "sequence-mean", "sequence"]
-"""What a ratio of probabilities is taken of: a token, the geometric mean over a turn or over the
-response, or the response as a whole."""
-LEAVE = "leave it out for the default"
-
-
-def require(owner: object, **rules: tuple[bool, str]) -> None:
-    """Raise ConfigError for the fields of `owner` whose (holds, rule) doesn't hold."""
-    broken = [
-        Problem(name, repr(getattr(owner, name)), rule, LEAVE)
-        for name, (holds, rule) in rules.items()
-        if not holds
-    ]
-    if broken:
-        raise ConfigError(broken)
-
-
-@dataclass
-class NoSettings:
-    """Nothing to set."""
-
-
-@dataclass
-class GrpoSettings:
-    """Advantages relative to the group."""
-
-    scale: Literal["group", "batch", "none"] = "group"
-    """Over what the standard deviation is taken that advantages are divided by; none: they
-    aren't."""
-    ddof: Literal[1, 0] = 1
-    """1: the sample's deviation, 0: the population's."""
-
-
-@dataclass
-class DiscountSettings:
-    """Rewards to come."""
-
-    gamma: float = 1.0
-    """Discount for each token."""
-
-    def __post_init__(self) -> None:
-        require(self, gamma=(0 <= self.gamma <= 1, "must lie in 0 to 1"))
-
-
-@dataclass
-class GaeSettings:
-    """Generalised advantages, with a critic."""
-
-    gamma: float = 1.0
-    """Discount for each token of the policy."""
-    lam: float = 0.95
-    """λ: 1 trusts the rewards (more variance), 0 the critic (more bias)."""
-
-    def __post_init__(self) -> None:
-        require(
-            self,
-            gamma=(0 <= self.gamma <= 1, "must lie in 0 to 1"),
-            lam=(0 <= self.lam <= 1, "must lie in 0 to 1"),
-        )
-
-
-@dataclass
-class PpoSettings:
-    """Ratios held near 1."""
-
-    clip_low: float = 0.2
-    """Ratios count down to 1 - this."""
-    clip_high: float = 0.2
-    """Ratios count up to 1 + this; 0.28 in DAPO."""
-    dual_clip: float | None = None
-    """Where the advantage is below 0, the loss is at most this times -advantage; above 1, 3 in its
-    paper. None: no such bound."""
-    ratio_level: Level = "token"
-    """Of what the ratio is; sequence-mean is GSPO, to go with aggregation seq-mean-token-mean and
-    clips of some 1e-4."""
-
-    def __post_init__(self) -> None:
-        require(
-            self,
-            clip_low=(0 <= self.clip_low <= 1, "must lie in 0 to 1"),
-            clip_high=(self.clip_high >= 0, "must be at least 0"),
-            dual_clip=(self.dual_clip is None or self.dual_clip > 1, "must be above 1"),
-        )
-
-
-@dataclass
-class CispoSettings:
-    """Ratios as weights, cut."""
-
-    clip_high: float
-    """Weights are at most 1 + this; the paper tunes it and names no value."""
-    clip_low: float | None = None
-    """Weights are at least 1 - this; None: no bound, as in the paper."""
-    ratio_level: Level = "token"
-    """Of what the ratio is."""
-
-    def __post_init__(self) -> None:
-        require(
-            self,
-            clip_high=(self.clip_high >= 0, "must be at least 0"),
-            clip_low=(self.clip_low is None or 0 <= self.clip_low <= 1, "must lie in 0 to 1"),
-        )
-
-
-@dataclass
-class PreferenceSettings:
-    """What β is: how much a log ratio weighs, or how near the reference IPO stays."""
-
-    beta: float = 0.1
-    """0.1 in DPO's paper."""
-
-    def __post_init__(self) -> None:
-        require(self, beta=(self.beta > 0, "must be above 0"))
-
-
-@dataclass
-class SigmoidSettings(PreferenceSettings):
-    """DPO."""
-
-    label_smoothing: float = 0.0
-    """Probability that a pair is the wrong way round; below 0.5. Above 0: conservative DPO."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        holds = 0 <= self.label_smoothing < 0.5
-        require(self, label_smoothing=(holds, "must be at least 0 and below 0.5"))
-
-
-@dataclass
-class SkewSettings:
-    """A divergence from a mixture."""
-
-    skew: float = 0.1
-    """Share of the first distribution in it; 0.1 in DistiLLM's paper."""
-
-    def __post_init__(self) -> None:
-        require(self, skew=(0 <= self.skew < 1, "must be at least 0 and below 1"))
-
-
-@dataclass
-class JsdSettings:
-    """Generalised Jensen-Shannon divergence."""
-
-    beta: float = 0.5
-    """Share of the teacher in the mixture."""
-
-    def __post_init__(self) -> None:
-        require(self, beta=(0 < self.beta < 1, "must be above 0 and below 1"))
-
-
-@dataclass
-class AdaptiveSettings:
-    """Adaptive KL."""
-
-    head: float = 0.5
-    """Probability of the teacher's likeliest entries, which forward KL is for; 0.5 in its paper."""
-
-    def __post_init__(self) -> None:
-        require(self, head=(0 < self.head < 1, "must be above 0 and below 1"))
 
 
 @dataclass(frozen=True)
@@ -186,10 +45,17 @@ class Function:
     """Whether it learns nothing from a group of one response."""
     critic: bool = False
     """Whether it needs a critic's values."""
+    states: bool = False
+    """Whether it needs the states of an environment that turns began in."""
+    of_advantage: bool = True
+    """Of a policy loss: whether it is a multiple of the advantage, so that nothing is learnt where
+    that is 0."""
 
 
 _ADVANTAGES = "roll_td.algorithms.advantages."
+_TURNS = "roll_td.algorithms.turn_advantages."
 _LOSSES = "roll_td.algorithms.losses."
+_OFF_POLICY = "roll_td.algorithms.off_policy_losses."
 
 ADVANTAGES = {
     "grpo": Function(_ADVANTAGES + "grpo", GrpoSettings, compares=True),
@@ -197,6 +63,8 @@ ADVANTAGES = {
     "reinforce": Function(_ADVANTAGES + "reinforce", DiscountSettings),
     "reinforce++": Function(_ADVANTAGES + "reinforce_pp", DiscountSettings),
     "reinforce++_baseline": Function(_ADVANTAGES + "reinforce_pp_baseline"),
+    "turn_reinforce": Function(_TURNS + "turn_reinforce", TurnSettings),
+    "gigpo": Function(_TURNS + "gigpo", GigpoSettings, compares=True, states=True),
     "gae": Function(_ADVANTAGES + "gae", GaeSettings, critic=True),
 }
 
@@ -204,6 +72,9 @@ POLICY_LOSSES = {
     "ppo": Function(_LOSSES + "ppo", PpoSettings),
     "cispo": Function(_LOSSES + "cispo", CispoSettings),
     "reinforce": Function(_LOSSES + "reinforce"),
+    "tis": Function(_OFF_POLICY + "tis", TisSettings),
+    "topr": Function(_OFF_POLICY + "topr", ToprSettings),
+    "kimi15": Function(_OFF_POLICY + "kimi15", KimiSettings, of_advantage=False),
 }
 
 _PREFERENCE = "roll_td.algorithms.preference."
@@ -259,9 +130,14 @@ class FunctionArgs:
     @property
     def arguments(self) -> dict[str, Any]:
         """Its keyword arguments: the settings, and the defaults of those left out."""
-        if self.row is None:
-            return self.settings
-        return vars(read(self.row.settings_cls, self.settings).value)
+        return self.settings if self.row is None else vars(self.settings_read)
+
+    @cached_property
+    def settings_read(self) -> Any:
+        """For a name of the table: its settings as an object of the row's class. Made once, as a
+        reward asks for each response."""
+        assert self.row is not None, "a function of the user's own has no class of settings"
+        return read(self.row.settings_cls, self.settings).value
 
 
 @dataclass

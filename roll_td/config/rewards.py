@@ -8,71 +8,47 @@ get that row's; keyword-only ones are settings. None or NaN is "no score".
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from roll_td.config.base import WorkerConfig
-from roll_td.config.functions import Function, FunctionArgs, require
+from roll_td.config.function_settings import require
+from roll_td.config.functions import Function, FunctionArgs
+from roll_td.config.reward_settings import (
+    ChoiceSettings,
+    CodeSettings,
+    ExactMatchSettings,
+    FormatSettings,
+    InstructionSettings,
+    JudgeSettings,
+    MathRuleSettings,
+)
 from roll_td.config.schema import ConfigError, Problem
 
 DEFAULT = "default"
 """The tag whose rewards judge the rows of all domains that have none, and rows without domain."""
 
 
-@dataclass
-class MathRuleSettings:
-    """Equal as mathematics."""
-
-    gold_after: str | None = None
-    """The ground truth is the text after the last of these, if it has one: '####' for GSM8K. None:
-    all of it."""
-
-    def __post_init__(self) -> None:
-        require(self, gold_after=(self.gold_after != "", "must not be empty"))
-
-
-@dataclass
-class ExactMatchSettings:
-    """Equal as text."""
-
-    after: str | None = None
-    """What counts is the text after the last of these; without one a response gets 0, and a ground
-    truth is taken whole. None: all of it. Space around it never counts."""
-    part: Literal["text", "last_integer"] = "text"
-    """What of that is compared: all, or the last whole number in it."""
-
-    def __post_init__(self) -> None:
-        require(self, after=(self.after != "", "must not be empty"))
-
-
-@dataclass
-class FormatSettings:
-    """The shape of a response."""
-
-    pattern: str
-    """Regular expression that the whole response has to match, space around it left out; a dot
-    matches line ends too."""
-
-    def __post_init__(self) -> None:
-        try:
-            re.compile(self.pattern)
-        except re.error as error:
-            require(self, pattern=(False, f"is no regular expression: {error}"))
-
-
 @dataclass(frozen=True, kw_only=True)
 class RewardFunction(Function):
     """A row of the table."""
 
-    columns: tuple[str, ...]
-    """Names of its positional parameters."""
+    columns: tuple[str, ...] = ()
+    """Names of its positional parameters; empty: its settings name them."""
     timeout_s: float | None = None
     """Seconds it may take for a response, where the config says nothing; None: no limit."""
+    waits: bool = False
+    """Whether it does nothing but wait for an answer: then its setting `concurrency` says how many
+    calls run on threads at the same time."""
     gold_check: str | None = None
-    """Dotted path of a function of `ground_truth` and the same settings: 1 if that equals itself
-    by this reward, 0 if not, None if it has no meaning."""
+    """Dotted path of a function of `gold_columns` and the same settings: 1 if that ground truth
+    equals itself by this reward, 0 if not, None if it has no meaning."""
+    gold_columns: tuple[str, ...] = ("ground_truth",)
+    """Names of its positional parameters."""
+    start_check: str | None = None
+    """Dotted path of a function of the same settings, called where rewards are to run before the
+    first: what is to be told in the log, or None. It raises for what is missing there."""
 
 
 _REWARDS = "roll_td.rewards."
@@ -92,6 +68,40 @@ REWARDS = {
     ),
     "format": RewardFunction(
         path=_REWARDS + "texts.format_match", settings_cls=FormatSettings, columns=("response",)
+    ),
+    "code": RewardFunction(
+        path=_REWARDS + "unit_tests.code",
+        settings_cls=CodeSettings,
+        columns=("response", "ground_truth"),
+        timeout_s=60.0,
+        gold_check=_REWARDS + "unit_tests.have_meaning",
+        start_check=_REWARDS + "unit_tests.check_sandbox",
+    ),
+    "instruction": RewardFunction(
+        path=_REWARDS + "instruction.instruction",
+        settings_cls=InstructionSettings,
+        columns=("response", "instruction_id_list", "kwargs"),
+        timeout_s=10.0,
+        gold_check=_REWARDS + "instruction.constraints_have_meaning",
+        gold_columns=("instruction_id_list", "kwargs"),
+    ),
+    "multiple_choice": RewardFunction(
+        path=_REWARDS + "choice.multiple_choice",
+        settings_cls=ChoiceSettings,
+        columns=("response", "ground_truth"),
+        gold_check=_REWARDS + "choice.letter_exists",
+    ),
+    "multiple_choice_options": RewardFunction(
+        path=_REWARDS + "choice.multiple_choice_options",
+        columns=("response", "ground_truth", "options"),
+        gold_check=_REWARDS + "choice.option_exists",
+        gold_columns=("ground_truth", "options"),
+    ),
+    "llm_judge": RewardFunction(
+        path=_REWARDS + "llm_judge.llm_judge",
+        settings_cls=JudgeSettings,
+        waits=True,
+        start_check=_REWARDS + "llm_judge.check_key",
     ),
 }
 
@@ -123,6 +133,14 @@ class RewardArgs(FunctionArgs):
             weight=(math.isfinite(self.weight), "must be a finite number"),
             timeout_s=(limited, "must be a finite number above 0"),
         )
+
+    @property
+    def columns(self) -> tuple[str, ...] | None:
+        """What it is given of a row; None for a function of the user's own, which says itself."""
+        if not isinstance(self.row, RewardFunction):
+            return None
+        own: tuple[str, ...] = getattr(self.settings_read, "columns", ())
+        return self.row.columns or own
 
     @property
     def label(self) -> str:
@@ -208,12 +226,9 @@ def _problems_of(functions: list[RewardArgs], columns: Collection[str]) -> list[
     for label in dict.fromkeys(label for label in labels if labels.count(label) > 1):
         rule, fix = "is there twice: its columns would have one name", "use each function once"
         problems.append(Problem("name", repr(label), rule, fix))
-    for row in (function.row for function in functions):
-        if not isinstance(row, RewardFunction):
-            continue
-        name = row.path.rpartition(".")[2]
-        if missing := [column for column in row.columns if column not in columns]:
-            rule = f"{name} needs columns that rows don't have: {', '.join(missing)}"
+    for function in functions:
+        if missing := [name for name in function.columns or () if name not in columns]:
+            rule = f"{function.label} needs columns that rows don't have: {', '.join(missing)}"
             fix = f"keep them: data.keep: {{{missing[0]}: …}}"
             problems.append(Problem("", "", rule, fix))
     return problems

@@ -6,6 +6,7 @@ import re
 
 _TOKEN = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 """The start of a box, any other command's first character (so that `\\{` is no brace), a brace."""
+_FENCED = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
 _INTEGER = re.compile(r"(?<![\w.])-?(?:\d{1,3}(?:,\d{3})+|\d+)(?![,.]?\d)", re.ASCII)
 """A whole number, no part of a word or of a decimal. A minus sign after a digit or a letter is one
 of subtraction; commas stand between thousands."""
@@ -25,6 +26,13 @@ def last_box(text: str) -> str | None:
         elif token[0].endswith("{") and len(token[0]) > 2:
             opened.append(token.end())
     return found
+
+
+def last_fenced_block(text: str) -> str | None:
+    """What is between the last two lines of three backquotes of which the first may name a
+    language; None if there is none. A block that doesn't end is none."""
+    blocks = _FENCED.findall(text)
+    return blocks[-1] if blocks else None
 
 
 def after_thinking(response: str) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,9 +46,12 @@ class Judge:
         self._logger = logger
         self._logged: set[str] = set()
         flat = [args for functions in self._functions.values() for args in functions]
-        self._needs = {args.name: _columns(args) for args in flat}
+        # two functions of one name may need different columns
+        self._needs = {id(args): _columns(args) for args in flat}
         limited = {args.path.rpartition(".")[0] for args in flat if args.timeout_s is not None}
         self._pool = Pool(processes, sorted(limited)) if limited else None
+        for args in {repr((args.name, args.settings)): args for args in flat}.values():
+            self._check_start(args)
 
     def score(self, columns: Columns) -> Verdict:
         """The verdict on all rows; which functions judge a row says its `domain`, if there is one.
@@ -58,7 +62,10 @@ class Judge:
         tags, rows = self._tags(columns), _rows(columns)
         asked = [(args, tag, row) for row, tag in enumerate(tags) for args in self._functions[tag]]
         outcomes = self._run(
-            [(args, args.path, self._arguments(args, columns, row)) for args, _, row in asked]
+            [
+                (args, args.path, _values(args, self._needs[id(args)], columns, row))
+                for args, _, row in asked
+            ]
         )
         scores = [0.0] * rows
         several = any(len(functions) > 1 for functions in self._functions.values())
@@ -84,16 +91,29 @@ class Judge:
             for args in self._functions[tag]:
                 if isinstance(args.row, RewardFunction) and args.row.gold_check is not None:
                     own = [row for row, its in enumerate(tags) if its == tag]
-                    distinct = {repr(columns["ground_truth"][row]): row for row in own}
-                    rows = sorted(distinct.values())
+                    needed = args.row.gold_columns
+                    golds = {row: _values(args, needed, columns, row) for row in own}
+                    distinct = {repr(gold): row for row, gold in golds.items()}
+                    rows = {row: golds[row] for row in sorted(distinct.values())}
                     metrics |= self._check_golds(args, args.row.gold_check, tag, columns, rows)
         return metrics
 
+    def _check_start(self, args: RewardArgs) -> None:
+        if isinstance(args.row, RewardFunction) and args.row.start_check is not None:
+            told = import_object(args.row.start_check)(**args.arguments)
+            if told is not None:
+                self._logger.warning("reward %s: %s", args.label, told)
+
     def _check_golds(
-        self, args: RewardArgs, path: str, tag: str, columns: Columns, rows: list[int]
+        self,
+        args: RewardArgs,
+        path: str,
+        tag: str,
+        columns: Columns,
+        rows: dict[int, tuple[Any, ...]],
     ) -> dict[str, Metric]:
-        golds = [columns["ground_truth"][row] for row in rows]
-        outcomes = self._run([(args, path, (gold,)) for gold in golds])
+        outcomes = self._run([(args, path, gold) for gold in rows.values()])
+        golds = [gold[0] if len(gold) == 1 else gold for gold in rows.values()]
         key = f"reward/{tag}/{args.label}"
         values = [
             self._value(args, key, outcome, columns, row)
@@ -121,23 +141,25 @@ class Judge:
         domains = columns["domain"] if "domain" in columns else [None] * _rows(columns)
         return [tag_of(self._functions, domain) for domain in domains]
 
-    def _arguments(self, args: RewardArgs, columns: Columns, row: int) -> tuple[Any, ...]:
-        needed = self._needs[args.name]
-        if missing := [name for name in needed if name not in columns]:
-            there = f"there are {', '.join(sorted(columns))}"
-            fix = "keep them (data.keep), or change its positional parameters"
-            raise ValueError(f"reward {args.name} needs columns {missing}; {there}; {fix}")
-        return tuple(columns[name][row] for name in needed)
-
     def _run(self, asked: list[tuple[RewardArgs, str, tuple[Any, ...]]]) -> list[Outcome]:
-        """Outcomes in order; calls with a time limit run in the pool, all at once."""
+        """Outcomes in order; calls with a time limit run in the pool, all at once, and those that
+        only wait on threads."""
         calls = [
             Call(path, arguments, args.arguments, args.timeout_s) for args, path, arguments in asked
         ]
-        limited = [call for call in calls if call.timeout_s is not None]
-        assert self._pool is not None or not limited, "a limit makes a pool"
-        pooled = iter(self._pool.run(limited) if self._pool is not None else [])
-        return [run_call(call) if call.timeout_s is None else next(pooled) for call in calls]
+        pooled = [at for at, call in enumerate(calls) if call.timeout_s is not None]
+        waiting = [at for at, (args, _, _) in enumerate(asked) if _waits(args)]
+        outcomes: dict[int, Outcome] = {}
+        if pooled:
+            assert self._pool is not None, "a limit makes a pool"
+            ran = self._pool.run([calls[at] for at in pooled])
+            outcomes |= zip(pooled, ran, strict=True)
+        if waiting:
+            most = max(asked[at][0].arguments["concurrency"] for at in waiting)
+            with ThreadPoolExecutor(most) as threads:
+                ran = list(threads.map(run_call, [calls[at] for at in waiting]))
+            outcomes |= zip(waiting, ran, strict=True)
+        return [outcomes[at] if at in outcomes else run_call(call) for at, call in enumerate(calls)]
 
     def _value(
         self, args: RewardArgs, key: str, outcome: Outcome, columns: Columns, row: int
@@ -148,7 +170,7 @@ class Judge:
         policy = args.on_error if outcome.kind == "error" else args.on_timeout
         shown = {
             name: columns[name][row]
-            for name in ("prompt", *self._needs[args.name])
+            for name in ("prompt", *self._needs[id(args)])
             if name in columns
         }
         values = "\n".join(
@@ -166,12 +188,24 @@ class Judge:
         return math.nan if policy == "skip" else 0.0
 
 
+def _waits(args: RewardArgs) -> bool:
+    return args.timeout_s is None and isinstance(args.row, RewardFunction) and args.row.waits
+
+
 def _columns(args: RewardArgs) -> tuple[str, ...]:
-    if isinstance(args.row, RewardFunction):
-        return args.row.columns
+    if args.columns is not None:
+        return args.columns
     function = import_object(args.path)
     check_settings(function, args.settings)
     return columns_of(function)
+
+
+def _values(args: RewardArgs, needed: Sequence[str], columns: Columns, row: int) -> tuple[Any, ...]:
+    if missing := [name for name in needed if name not in columns]:
+        there = f"there are {', '.join(sorted(columns))}"
+        fix = "keep them (data.keep), or change its positional parameters"
+        raise ValueError(f"reward {args.name} needs columns {missing}; {there}; {fix}")
+    return tuple(columns[name][row] for name in needed)
 
 
 def _rows(columns: Columns) -> int:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from roll_td.algorithms import advantages
 from roll_td.algorithms.choosing import call, check_settings, columns_of
-from roll_td.algorithms.evaluation import pass_at_k
+from roll_td.algorithms.evaluation import explained_variance, pass_at_k
 from roll_td.config.classes import import_object
 from roll_td.config.functions import ADVANTAGES, AdvantageArgs
 
@@ -189,6 +189,7 @@ def test_a11_an_empty_response_moves_nobody(wanted):
         response_mask=bools([0, 0, 0], [1, 1, 0], [1, 1, 1]),
         group_id=torch.tensor([1, 1, 1]),
         values=torch.zeros(3, 3),
+        state_id=torch.ones(3, 3, dtype=torch.long),
     )
     assert not ours["advantages"].any()
 
@@ -215,6 +216,7 @@ def batch(data, rows, width):
     columns = {
         "token_level_rewards": torch.randint(-2, 3, (rows, width), generator=draw).float(),
         "values": torch.randn(rows, width, generator=draw),
+        "state_id": torch.randint(0, 2, (rows, width), generator=draw),
     }
     group_id = torch.randint(0, 3, (rows,), generator=draw)
     return {**columns, "response_mask": mask, "group_id": group_id}
@@ -274,3 +276,41 @@ def test_n41_pass_at_k(k, right):
 def test_n41_pass_at_k_of_fewer_samples_than_k():
     with pytest.raises(ValueError, match="k=4: want 1 to 3, the fewest samples of a prompt"):
         pass_at_k(torch.tensor([8, 3]), torch.tensor([1, 1]), k=4)
+
+
+def test_explained_variance():
+    mask = bools([1, 1, 1], [0, 1, 0])
+    returns = torch.tensor([[1.0, 2, 3], [NAN, 6, INF]])
+    # of 1 2 3 6 the mean is 3 and the variance 7/2
+    assert explained_variance(returns, returns, mask) == 1
+    assert explained_variance(torch.full((2, 3), 9.0), returns, mask) == 0
+    worse = torch.tensor([[3.0, 2, 1], [NAN, 6, NAN]])  # errors -2 0 2 0
+    assert explained_variance(worse, returns, mask) == pytest.approx(1 - 2 / 3.5)
+    assert explained_variance(worse, torch.ones(2, 3), mask) == 0
+    assert explained_variance(worse, returns, bools([0, 0, 0], [0, 0, 0])) == 0
+
+
+def test_n23_j03_on_average_distillation_follows_the_reverse_kl():
+    teacher, logits = torch.tensor([0.9, 0.1]).log(), torch.tensor([0.6, 0.4]).log()
+    logits.requires_grad_()
+
+    def slopes_of(loss):
+        return torch.autograd.grad(loss(logits.log_softmax(-1)), logits)[0]
+
+    # a row for each token that may be sampled
+    old = logits.detach()[:, None]
+    made = advantages.distillation(old, teacher[:, None], bools([1], [1]), gamma=0.0)["advantages"]
+    often = old.exp().squeeze(-1)
+    slopes = slopes_of(lambda student: -(often * made.squeeze(-1) * student).sum())
+    close(slopes, [-0.430022, 0.430022])
+    kl = slopes_of(lambda student: (student.exp() * (student - teacher)).sum())
+    close(slopes, kl.tolist())
+    # a penalty that is the same for all tokens of a state has none
+    close(slopes_of(lambda student: -(often * 0.3 * student).sum()), [0.0, 0.0])
+
+
+def test_n24_f19_what_is_still_to_come_leaves_padding_out():
+    teacher, old = torch.tensor([[1.5, 1.0, NAN, 2.0]]), torch.zeros(1, 4)
+    mask = bools([1, 1, 0, 0])
+    for gamma, right in ((1.0, [2.5, 1, 0, 0]), (0.5, [2.0, 1, 0, 0]), (0.0, [1.5, 1, 0, 0])):
+        close(advantages.distillation(old, teacher, mask, gamma=gamma)["advantages"], [right])

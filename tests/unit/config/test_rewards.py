@@ -42,13 +42,17 @@ def loaded(rewards: dict[str, Any]) -> Rewards:
     return config.value.rewards
 
 
+ENDPOINT = {"url": "http://a/v1", "model": "m", "template": "Rate {response} by {rubric}"}
+NEEDED = {"format": {"pattern": "a"}, "llm_judge": ENDPOINT}
+"""Settings that have no default."""
+
+
 @pytest.mark.parametrize("name", REWARDS)
 def test_the_table_says_what_its_functions_take(name: str) -> None:
     row = REWARDS[name]
     function = import_object(row.path)
     assert row.columns == columns_of(function)
-    settings = {"pattern": "a"} if name == "format" else {}
-    arguments = RewardArgs(name, settings).arguments
+    arguments = RewardArgs(name, NEEDED.get(name, {})).arguments
     check_settings(function, arguments)
     assert set(arguments) == {
         name
@@ -57,8 +61,10 @@ def test_the_table_says_what_its_functions_take(name: str) -> None:
     }
     if row.gold_check is not None:
         check = import_object(row.gold_check)
-        assert columns_of(check) == ("ground_truth",)
+        assert columns_of(check) == row.gold_columns
         check_settings(check, arguments)
+    if row.start_check is not None:
+        check_settings(import_object(row.start_check), arguments)
 
 
 def test_a_domain_has_one_function_or_several() -> None:
@@ -81,10 +87,14 @@ def test_a_domain_has_one_function_or_several() -> None:
     assert default.label == "own_reward" and default.path == "my.own_reward"
 
 
+def judge(**settings: Any) -> dict[str, Any]:
+    return {"name": "llm_judge", "settings": ENDPOINT | settings}
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"name": "math_rul"}, "is none of math_rule, exact_match, format; did you mean math_rule"),
+        ({"name": "math_rul"}, "is none of math_rule, .*; did you mean math_rule"),
         ({"name": "exact_match", "settings": {"afer": "#"}}, "settings.afer.*did you mean after"),
         ({"name": "exact_match", "settings": {"after": ""}}, "must not be empty"),
         ({"name": "exact_match", "settings": {"part": "word"}}, "'text', 'last_integer'"),
@@ -94,6 +104,18 @@ def test_a_domain_has_one_function_or_several() -> None:
         ({"name": "exact_match", "on_error": "ignore"}, "'fail', 'skip', 'zero'"),
         ({"name": "exact_match", "timeout_s": 0}, "timeout_s=0.0: must be a finite number above 0"),
         ({"name": "math_rule", "timeout_s": float("inf")}, "must be a finite number above 0"),
+        ({"name": "code", "settings": {"limits": {"time_s": 0}}}, "time_s=0.0: must be a finite"),
+        ({"name": "code", "settings": {"limits": {"processes": 0}}}, "must be at least 1"),
+        ({"name": "code", "settings": {"limits": {"isolation": "none"}}}, "'namespaces', 'limits'"),
+        ({"name": "multiple_choice", "settings": {"letters": 1}}, "must lie in 2 to 26"),
+        ({"name": "llm_judge"}, "url: is missing"),
+        (judge(url="host:80"), r"url='host:80': must begin with http\(s\)://"),
+        (judge(template="{response"), "is no template"),
+        (judge(template="{0} {response}"), "has '0' in braces, which names no column"),
+        (judge(template="Rate this"), r"must have \{response\} in it"),
+        (judge(pattern="score"), "must have 1 group in parentheses"),
+        (judge(lowest=10), "highest=10.0: must be above lowest=10.0"),
+        (judge(attempts=0), "attempts=0: must be at least 1"),
         ({}, "name: is missing"),
         ([{"name": "exact_match"}, {"name": "format"}], r"x\[1\].settings.pattern: is missing"),
         ("exact_match", "rewards.x"),
@@ -118,6 +140,11 @@ def test_a_wrong_reward_is_named(args: Any, message: str) -> None:
             {"default": {"name": "exact_match"}},
             {"response"},
             "default: exact_match needs columns that rows don't have: ground_truth; keep them",
+        ),
+        (
+            {"default": judge()},
+            COLUMNS,
+            "default: llm_judge needs columns that rows don't have: rubric; keep them: data.keep",
         ),
         (
             {"default": [{"name": "a.own"}, {"name": "b.own"}]},

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from roll_td.config.rewards import RewardArgs, Rewards
 from roll_td.metrics import Mean, Sum, merge_metrics
 from roll_td.rewards.judge import Judge
+from roll_td.rewards.sandbox import Ran
+from tests.unit.rewards.namespaces import needs_namespaces
 
 MINE = "tests.unit.rewards.reward_functions."
 LOGGER = logging.getLogger("reward.0")
@@ -212,3 +214,48 @@ def test_scores_do_not_depend_on_how_rows_are_cut(rows: list[tuple[str, int]], a
     for key, value in whole.metrics.items():
         assert merged[key] == pytest.approx(value, nan_ok=True) and type(merged[key]) is type(value)
         assert isinstance(value, Sum) == (key.count("/") == 3)
+
+
+@needs_namespaces
+def test_programs_choices_and_instructions_in_one_run(judge: MakeJudge) -> None:
+    own = judge(
+        {
+            "code": RewardArgs("code", {"score": "share"}),
+            "choice": RewardArgs("multiple_choice_options"),
+            "rules": RewardArgs("instruction"),
+        }
+    )
+    columns: dict[str, list[Any]] = {
+        "domain": ["code", "choice", "rules", "code", "choice"],
+        "response": ["```\ndef f(): return 1\n```", "B", "no comma", "none", "Rome"],
+        "ground_truth": [["assert f() == 1", "assert f() == 2"], "Paris", None, [], "Berlin"],
+        "options": [None, ["Rome", "Paris"], None, None, ["Rome", "Paris"]],
+        "instruction_id_list": [None, None, ["punctuation:no_comma"], None, None],
+        "kwargs": [None, None, [{}], None, None],
+    }
+    verdict = own.score(columns)
+    assert verdict.scores == pytest.approx([0.5, 1, 1, math.nan, math.nan], nan_ok=True)
+    assert verdict.metrics["reward/choice/multiple_choice_options/no_score"] == 1
+    metrics = own.check_golds(columns)
+    assert {key: float(value) for key, value in metrics.items() if "without" in key} == {
+        "reward/code/code/golds_without_meaning": 0.5,
+        "reward/choice/multiple_choice_options/golds_without_meaning": 0.5,
+        "reward/rules/instruction/golds_without_meaning": 0,
+    }
+
+
+def test_an_unknown_instruction_is_told_before_it_is_judged(judge: MakeJudge) -> None:
+    own = judge({"default": RewardArgs("instruction")})
+    columns = {"instruction_id_list": [["punctuation:no_coma"]], "kwargs": [[{}]]}
+    with pytest.raises(RuntimeError, match="instruction 'punctuation:no_coma' is none of"):
+        own.check_golds(columns)
+
+
+def test_limits_alone_are_told_at_the_start_once(
+    judge: MakeJudge, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = "roll_td.rewards.unit_tests.run_tests"
+    monkeypatch.setattr(started, lambda *_: Ran(0, passed=(True,)))
+    settings = {"limits": {"isolation": "limits"}}
+    judge({"a": RewardArgs("code", settings), "b": RewardArgs("code", settings)})
+    assert caplog.text.count("reward code: answers run with limits alone") == 1
