@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from roll_td.config.functions import AdvantageArgs, Level, PolicyLossArgs, require
+from roll_td.config.function_settings import Level, require
+from roll_td.config.functions import AdvantageArgs, PolicyLossArgs
 from roll_td.config.model import GenerationConfig
 from roll_td.config.schema import Problem
+from roll_td.config.weighting import DifficultyWeightConfig, LengthWeightConfig
 
 Statistic = Literal["none", "group", "batch", "running"]
 """Over which scores: the responses to one prompt, those of the step, all so far."""
@@ -34,6 +36,8 @@ class OverlongConfig:
 class ScoresConfig:
     """What happens to scores, in this order, before advantages are made of them."""
 
+    length_weight: LengthWeightConfig | None = None
+    """Weight of right answers by their length beside others of the group; None: none."""
     overlong: OverlongConfig | None = None
     """Penalty of long responses; None: none."""
     clip_low: float | None = None
@@ -120,6 +124,8 @@ class AlgorithmConfig:
     """How advantages are made of them."""
     whiten_advantages: bool = False
     """Bring advantages to mean 0 and deviation 1 over all tokens of the step."""
+    difficulty_weight: DifficultyWeightConfig | None = None
+    """Weigh advantages, last of all, by how many answers of the group are right; None: don't."""
     policy_loss: PolicyLossArgs = field(default_factory=PolicyLossArgs)
     """What the policy minimises."""
     aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant"] = (
@@ -186,6 +192,8 @@ def _group_problems(config: AlgorithmConfig, generation: GenerationConfig) -> li
         "advantage.name": (config.advantage.name, row is not None and row.compares),
         "scores.mean": (config.scores.mean, config.scores.mean == "group"),
         "scores.drop_without_signal": (True, config.scores.drop_without_signal),
+        "scores.length_weight": ({}, config.scores.length_weight is not None),
+        "difficulty_weight": ({}, config.difficulty_weight is not None),
     }
     rule = "compares the responses to one prompt, and num_return_sequences=1: nothing is learnt"
     fix = "generate at least 2"

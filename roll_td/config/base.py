@@ -15,6 +15,8 @@ from roll_td.config.trackers import TrackersConfig
 
 MOST_TIMEOUT_S = 36_500 * 86_400
 """gloo waits for ever where its timeout overflows: 36,500 days were tried and are fine."""
+NODE_TIMEOUTS_S = range(5, 32_768)
+"""What the kernel can count in its keepalive of a connection."""
 
 
 @dataclass
@@ -122,12 +124,18 @@ class BaseConfig(CheckpointConfig):
     units of 2^30 bytes. None: as much as they want."""
     transfer_timeout_s: float = 1800.0
     """Seconds after which a transfer of data between driver and workers fails."""
+    node_timeout_s: int = 30
+    """Seconds after which a machine that answers nothing is lost, and the job with it: its network
+    is cut, its kernel hangs. A rank that computes, or is stopped, is none: its kernel answers."""
     trackers: TrackersConfig = field(default_factory=TrackersConfig)
     """Where metrics go beside the run directory and the terminal."""
 
     def __post_init__(self) -> None:
         sections = role_sections(vars(self))
         problems = [*_timeout(self, "transfer_timeout_s"), *_same_names(sections)]
+        if self.node_timeout_s not in NODE_TIMEOUTS_S:
+            rule, fix = "must be from 5 to 32767 seconds", "leave it out for the default"
+            problems.append(Problem("node_timeout_s", repr(self.node_timeout_s), rule, fix))
         if self.device_memory_gb is not None and self.device_memory_gb <= 0:
             rule, fix = "must be above 0", "leave it out to have no limit"
             problems.append(Problem("device_memory_gb", repr(self.device_memory_gb), rule, fix))
@@ -142,10 +150,9 @@ class BaseConfig(CheckpointConfig):
         self.num_gpus_per_node = size.num_gpus_per_node
         self.num_cpu_ranks_per_node = size.num_cpu_ranks_per_node
 
-    @property
-    def optimizer_steps(self) -> int | None:
-        """Optimiser steps of the whole run, which schedules of the learning rate end after: the
-        max_steps of a subclass; None: not known."""
+    def optimizer_steps(self, role: str) -> int | None:
+        """Optimiser steps that a role takes in the whole run, which schedules of the learning rate
+        end after: the max_steps of a subclass; None: not known."""
         return getattr(self, "max_steps", None)
 
     def file_problems(self) -> list[Problem]:

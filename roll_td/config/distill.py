@@ -63,12 +63,6 @@ class DistillConfig(TrainedTextConfig):
         if self.top_k is None:
             yield from self._sharing_problems()
 
-    def file_problems(self) -> list[Problem]:
-        """Also of the teacher's model."""
-        model = self.teacher.model
-        own = [] if model is None else model.file_problems()
-        return [*super().file_problems(), *(p.under("teacher.model") for p in own)]
-
     def _sharing_problems(self) -> Iterator[Problem]:
         fix = "set top_k, 64 for example, or leave it out to share those of student"
         devices = self.teacher.device_mapping

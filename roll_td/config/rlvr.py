@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from roll_td.config.algorithm import AlgorithmConfig, generation_problems
-from roll_td.config.base import WorkerConfig
+from roll_td.config.base import WorkerConfig, role_sections
 from roll_td.config.data import prompt_problems
-from roll_td.config.functions import require
+from roll_td.config.function_settings import require
 from roll_td.config.model import GenerationConfig
 from roll_td.config.model_update import ModelUpdateConfig
 from roll_td.config.rewards import Rewards, RewardWorkerConfig, reward_problems
+from roll_td.config.scheduling import SchedulingConfig, scheduling_problems
 from roll_td.config.schema import Problem
 from roll_td.config.text import LEAVE, TextConfig, ability_problems, count_problems, fill_in
 
@@ -51,6 +52,8 @@ class RLVRConfig(TextConfig):
     """How the policy is tried on the validation data."""
     model_update: ModelUpdateConfig = field(default_factory=ModelUpdateConfig)
     """How weights go from actor_train to actor_infer."""
+    scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
+    """How actor_infer is asked, and how far it runs ahead of training."""
 
     actor_train: WorkerConfig = field(default_factory=WorkerConfig)
     """The role that trains the policy; without device_mapping it has device 0."""
@@ -60,13 +63,20 @@ class RLVRConfig(TextConfig):
     reference: WorkerConfig | None = None
     """The role that gives log-probs of the model as it was at the start, for algorithm.kl; without
     device_mapping it shares those of actor_train."""
-    reward: RewardWorkerConfig = field(default_factory=RewardWorkerConfig)
+    critic: WorkerConfig | None = None
+    """The role that learns what states are worth, for an advantage that needs it (gae): the body of
+    the policy's model as it was at the start, with a head that gives one number, unless it names a
+    model of its own. Without device_mapping it shares those of actor_train; on others both learn
+    at the same time."""
+    reward: RewardWorkerConfig | None = field(default_factory=RewardWorkerConfig)
     """The role that scores, on CPUs; one worker unless world_size is given."""
 
     mini_batches: int = 1
     """Optimiser steps that the answers of a step are spread over."""
     ppo_epochs: int = 1
     """Times that each answer is learnt from."""
+    critic_warmup_steps: int = 0
+    """Steps at the start in which the critic alone learns."""
     max_steps: int = field(kw_only=True)
     """Steps: each is a rollout and the updates from it."""
     max_refills: int = 0
@@ -76,13 +86,17 @@ class RLVRConfig(TextConfig):
     """Steps between validations; None: before the first step and after the last."""
     offload: bool = False
     """Where roles share devices: keep of each only what is at work on the device."""
+    record_steps: int | None = None
+    """Each so many-th step, from the first on, is recorded for `roll-td replay`, with all of its
+    batch; None: none."""
     export_dir: str | None = None
     """Folder for the trained model as transformers loads it; None: no export."""
 
-    @property
-    def optimizer_steps(self) -> int:
-        """Optimiser steps of the whole run."""
-        return self.max_steps * self.mini_batches * self.ppo_epochs
+    def optimizer_steps(self, role: str) -> int:
+        """Optimiser steps that a role takes in the whole run."""
+        is_critic = self.critic is not None and role == self.critic.name
+        steps = self.max_steps - (0 if is_critic else self.critic_warmup_steps)
+        return steps * self.mini_batches * self.ppo_epochs
 
     @property
     def compares_old(self) -> bool:
@@ -101,29 +115,71 @@ class RLVRConfig(TextConfig):
             self.reference = self.reference or WorkerConfig()
         if self.reference is not None:
             fill_in(self.reference, "fsdp2_infer", workers + "actor.ReferenceWorker", train)
+        row = self.algorithm.advantage.row
+        if row is not None and row.critic:
+            self.critic = self.critic or WorkerConfig()
+        if self.critic is not None:
+            fill_in(self.critic, "fsdp2_train", workers + "critic.CriticWorker", train)
 
     def problems(self) -> Iterator[Problem]:
         """Of data, rewards, the algorithm with this generation, and of what lacks its use."""
         yield from super().problems()
-        columns = {*self.data.keep, *ANSWER_COLUMNS}
         for key, of in (
             ("data", prompt_problems(self.data)),
-            ("algorithm", generation_problems(self.algorithm, self.actor_infer.generation)),
-            ("rewards", reward_problems(self.rewards, columns)),
+            ("algorithm", self.algorithm_problems()),
+            ("rewards", self.reward_problems()),
         ):
             yield from (problem.under(key) for problem in of)
-        yield from count_problems(self, "mini_batches", "ppo_epochs", "max_steps", "eval_steps")
+        yield from count_problems(
+            self, "mini_batches", "ppo_epochs", "max_steps", "eval_steps", "record_steps"
+        )
         if self.max_refills < 0:
             yield Problem("max_refills", repr(self.max_refills), "must be at least 0", LEAVE)
         if self.max_refills and not self.algorithm.scores.drop_without_signal:
             rule, fix = "has nothing to do", "set algorithm.scores.drop_without_signal: true"
             yield Problem("max_refills", repr(self.max_refills), rule, fix)
-        row = self.algorithm.advantage.row
-        if row is not None and row.critic:
-            rule = "needs a critic's values, which this pipeline has none of"
-            yield Problem("algorithm.advantage.name", self.algorithm.advantage.name, rule, "")
+        yield from self._critic_problems()
+        if self.reward is None and self.rewards:
+            yield Problem("reward", "null", "leaves nobody to compute rewards", LEAVE)
         if self.algorithm.kl is None and self.reference is not None:
             rule, fix = "is given and nothing asks it", "set algorithm.kl, or drop the role"
             yield Problem("reference", "{…}", rule, fix)
+        beside = {n: r for n, r in role_sections(vars(self)).items() if r is not self.actor_infer}
+        corrects = self.algorithm.importance_weights is not None
+        scheduled = scheduling_problems(self.scheduling, self.actor_infer, beside, corrects)
+        yield from (problem.under("scheduling") for problem in scheduled)
+        if self.offload and self.scheduling.by_requests:
+            rule = "would take the model from an engine, which works whenever it is asked"
+            yield Problem("offload", "true", rule, "drop it, or leave scheduling out")
         yield from ability_problems(self, "actor_train", "trains", "train")
         yield from ability_problems(self, "actor_infer", "generates", "generate")
+
+    def algorithm_problems(self) -> list[Problem]:
+        """What keeps the algorithm from learning from these answers."""
+        problems = generation_problems(self.algorithm, self.actor_infer.generation)
+        if (row := self.algorithm.advantage.row) is not None and row.states:
+            rule = "compares states of an environment, and these answers have none"
+            problems.append(Problem("advantage.name", self.algorithm.advantage.name, rule, ""))
+        return problems
+
+    def reward_problems(self) -> list[Problem]:
+        """What keeps answers from being scored."""
+        return reward_problems(self.rewards, {*self.data.keep, *ANSWER_COLUMNS})
+
+    def _critic_problems(self) -> Iterator[Problem]:
+        row, name = self.algorithm.advantage.row, self.algorithm.advantage.name
+        warmup = self.critic_warmup_steps
+        if warmup and not 0 < warmup < self.max_steps:
+            rule = f"must be at least 0 and below max_steps={self.max_steps}"
+            yield Problem("critic_warmup_steps", repr(warmup), rule, LEAVE)
+        if self.critic is not None:
+            yield from ability_problems(self, "critic", "trains", "train")
+            if row is not None and not row.critic:
+                rule, fix = f"is given and advantage {name} does not ask it", "drop it, or take gae"
+                yield Problem("critic", "{…}", rule, fix)
+            return
+        rule, fix = f"has nothing to do: advantage {name} has no critic", "take gae, or drop it"
+        clip = self.algorithm.value_clip
+        for key, value in ("critic_warmup_steps", warmup), ("algorithm.value_clip", clip):
+            if value:
+                yield Problem(key, repr(value), rule, fix)

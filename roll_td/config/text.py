@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from roll_td.config.base import BaseConfig, WorkerConfig
+from roll_td.config.base import BaseConfig, WorkerConfig, role_sections
 from roll_td.config.data import DataConfig, check_files
 from roll_td.config.model import ModelConfig
 from roll_td.config.schema import ConfigError, Problem
@@ -44,10 +44,12 @@ class TextConfig(BaseConfig):
         yield from count_problems(self, "batch_size")
 
     def file_problems(self) -> list[Problem]:
-        """Data, model and tokenizer."""
-        data = [problem.under("data") for problem in check_files(self.data)]
-        model = [problem.under("model") for problem in self.model.file_problems()]
-        return [*super().file_problems(), *data, *model]
+        """Data, model and tokenizer; and models that roles have of their own."""
+        problems = [problem.under("data") for problem in check_files(self.data)]
+        of_roles = {f"{key}.model": role.model for key, role in role_sections(vars(self)).items()}
+        for key, model in {"model": self.model, **of_roles}.items():
+            problems += [] if model is None else [p.under(key) for p in model.file_problems()]
+        return [*super().file_problems(), *problems]
 
 
 def fill_in(

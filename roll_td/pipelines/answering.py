@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from roll_td.config.base import WorkerConfig
 from roll_td.config.model import GenerationConfig
+from roll_td.config.rlvr import RLVRConfig
 from roll_td.metrics import Metric
 from roll_td.pipelines.base import BasePipeline
+from roll_td.pipelines.estimating import Estimator
 from roll_td.protocol import DataProto
+from roll_td.rollout.scheduler import Scheduler, Source
 from roll_td.runtime.cluster import Cluster
 from roll_td.runtime.refs import get
 
@@ -20,17 +23,49 @@ def start_roles(pipeline: BasePipeline, *roles: WorkerConfig) -> list[Cluster]:
     return clusters
 
 
+def start_scheduler(
+    config: RLVRConfig,
+    actor_infer: Cluster,
+    reward: Cluster | None,
+    prompts: Source,
+    estimator: Estimator,
+) -> Scheduler | None:
+    """What has prompts answered one by one and scored, if config.scheduling says so."""
+    if not config.scheduling.by_requests:
+        return None
+    return Scheduler(
+        actor_infer,
+        prompts,
+        lambda rows: score(reward, rows),
+        lambda rows: bool(estimator.shape(rows.clone()).any()),
+        config.scheduling,
+        config.actor_infer.generation,
+        config.batch_size,
+        config.max_refills,
+        config.seed,
+    )
+
+
 def answers(
     actor_infer: Cluster,
-    reward: Cluster,
+    reward: Cluster | None,
     prompts: DataProto,
     generation: GenerationConfig,
     seed: int,
 ) -> tuple[DataProto, dict[str, Metric]]:
     """Answers to prompts that have a group_id, as GenerationWorker.generate gives them, with the
-    columns of RewardWorker.compute_rewards; and what the rewards tell of them."""
+    columns of RewardWorker.compute_rewards; and what the rewards tell of them. Without a reward
+    there are neither."""
     prompts.update({"sample_id": prompts["group_id"]})
     batch = actor_infer.generate(prompts, generation, seed)
+    return batch, score(reward, batch)
+
+
+def score(reward: Cluster | None, batch: DataProto) -> dict[str, Metric]:
+    """Add the columns of RewardWorker.compute_rewards to answers; what the rewards tell of them."""
+    if reward is None:
+        return {}
     rewards = reward.compute_rewards(DataProto(None, batch.non_tensor_batch))
     batch.update(rewards)
-    return batch, rewards.meta_info["metrics"]
+    metrics: dict[str, Metric] = rewards.meta_info["metrics"]
+    return metrics

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from roll_td.algorithms import rewards_shaping as shaping
@@ -12,6 +13,7 @@ from roll_td.algorithms.choosing import call, check_settings, columns_of
 from roll_td.algorithms.kl import adapted_coefficient
 from roll_td.algorithms.masking import Moments, moments, whiten
 from roll_td.algorithms.ratios import within
+from roll_td.algorithms.weighting import by_difficulty, by_length
 from roll_td.config.algorithm import AlgorithmConfig
 from roll_td.config.classes import import_object
 from roll_td.metrics import Last, Metric
@@ -35,21 +37,23 @@ class Estimator:
     def shape(self, batch: DataProto) -> Tensor:
         """Shape the scores of whole groups, and take out of response_mask what does not count.
 
-        batch: scores float32 (B), response_mask, group_id, finish_reason. Adds shaped_scores
-        float32 (B), before any statistics. Returns which rows have a signal, bool (B): their
-        group's scores differ.
+        batch: scores float32 (B), 0 for all where nothing is scored, response_mask, group_id,
+        finish_reason. Adds shaped_scores float32 (B), before any statistics. Returns which rows
+        have a signal, bool (B): their group's scores differ.
         """
         config, mask = self.algorithm.scores, batch["response_mask"]
-        scores = batch["scores"]
-        if (overlong := config.overlong) is not None:
-            lengths, most = mask.sum(-1), self.max_new_tokens
-            penalty = shaping.overlong_penalty(lengths, max_tokens=most, **vars(overlong))
-            scores = scores + penalty
-        scores = shaping.clip(scores, low=config.clip_low, high=config.clip_high)
-        valid = shaping.valid_rows(scores, mask)
+        scores = batch["scores"] if "scores" in batch else torch.zeros(len(batch))
+        lengths, valid = mask.sum(-1), shaping.valid_rows(scores, mask)
         if config.mask_truncated:
             whole = [reason != "length" for reason in batch["finish_reason"]]
             valid &= valid.new_tensor(whole)
+        if (weight := config.length_weight) is not None:
+            scores = by_length(scores, lengths, valid, batch["group_id"], **vars(weight))
+        if (overlong := config.overlong) is not None:
+            most = self.max_new_tokens
+            penalty = shaping.overlong_penalty(lengths, max_tokens=most, **vars(overlong))
+            scores = scores + penalty
+        scores = shaping.clip(scores, low=config.clip_low, high=config.clip_high)
         signal = shaping.has_signal(scores, valid, batch["group_id"])
         if config.drop_without_signal:
             valid = signal
@@ -96,6 +100,11 @@ class Estimator:
         made = call(self.advantage, columns, algorithm.advantage.arguments)
         if algorithm.whiten_advantages:
             made["advantages"] = whiten(made["advantages"], mask, ddof=1)
+        if (weight := algorithm.difficulty_weight) is not None:
+            of, groups = batch["scores"], batch["group_id"]
+            made["advantages"] = by_difficulty(
+                made["advantages"], of, valid, groups, **vars(weight)
+            )
         batch.update(made)
         return metrics
 
@@ -111,10 +120,10 @@ class Estimator:
         """Rows that a loss or a gradient of this batch comes from, bool (B)."""
         algorithm, mask = self.algorithm, batch["response_mask"]
         in_loss = algorithm.kl is not None and algorithm.kl.place == "loss"
-        if in_loss or algorithm.entropy_coefficient or algorithm.policy_loss.row is None:
+        row = algorithm.policy_loss.row
+        if in_loss or algorithm.entropy_coefficient or row is None or not row.of_advantage:
             matters: Tensor = mask.any(-1)
         else:
-            # each policy loss of ours is a multiple of the advantage
             matters = (mask & (batch["advantages"] != 0)).any(-1)
         return matters
 

@@ -14,7 +14,13 @@ from roll_td.protocol import DataProto
 
 
 def rollout_metrics(batch: DataProto) -> dict[str, Metric]:
-    """Of all that was sampled, whether it is learnt from or not: scores, groups, lengths."""
+    """Of all that was sampled, whether it is learnt from or not: scores, if there are any, and
+    lengths."""
+    scores = _scores(batch) if "scores" in batch else {}
+    return scores | _lengths(batch, "response")
+
+
+def _scores(batch: DataProto) -> dict[str, Metric]:
     scores, group_id = batch["scores"], batch["group_id"]
     valid = ~scores.isnan()
     found = moments(scores, valid)
@@ -26,15 +32,17 @@ def rollout_metrics(batch: DataProto) -> dict[str, Metric]:
         "reward/std": Mean(found.std(1), found.count),
         "reward/groups_with_signal": Mean(with_signal / max(groups, 1), groups),
         "reward/without_score": Sum(len(scores) - found.count),
-        **_lengths(batch, "response"),
     }
 
 
 def validation_metrics(batch: DataProto, config: ValidationConfig) -> dict[str, Metric]:
-    """Mean score and pass@k, of all and by domain where the data has several; lengths.
+    """Mean score and pass@k, of all and by domain where the data has several; lengths. Without
+    scores these alone.
 
     An answer without a score counts nowhere, nor for pass@k a prompt with fewer than k scores.
     """
+    if "scores" not in batch:
+        return _lengths(batch, "val/response")
     found = _passes(batch, config, "val")
     domains = list(dict.fromkeys(batch["domain"])) if "domain" in batch else []
     if len(domains) > 1:

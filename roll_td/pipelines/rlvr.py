@@ -3,36 +3,44 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from roll_td.algorithms.aggregation import denominators
+from roll_td.algorithms.evaluation import explained_variance
+from roll_td.config.base import role_sections
 from roll_td.config.model import GenerationConfig
 from roll_td.config.rewards import check_domains
 from roll_td.config.rlvr import RLVRConfig
 from roll_td.data.loader import load_data
-from roll_td.metrics import Metric, Sum, merge_metrics
+from roll_td.metrics import Last, Metric, Sum, merge_metrics
 from roll_td.models import load_tokenizer
 from roll_td.pipelines import outcomes
-from roll_td.pipelines.answering import answers, start_roles
+from roll_td.pipelines.answering import answers, start_roles, start_scheduler
 from roll_td.pipelines.base import BasePipeline
 from roll_td.pipelines.estimating import Estimator
+from roll_td.pipelines.recording import Recorder
 from roll_td.pipelines.training import is_validation_due
 from roll_td.protocol import DataProto
+from roll_td.rollout.scheduler import Scheduler
 from roll_td.runtime.cluster import Cluster
-from roll_td.runtime.refs import get
+from roll_td.runtime.refs import Refs, get
 
 LEARNT_FROM = {"input_ids", "lengths", "response_mask", "infer_log_probs", "ref_log_probs"}
-"""Columns of a train_step beside those that the policy loss names, where the batch has them."""
+"""Columns of the actor's train_step beside those that the policy loss names, where the batch has
+them."""
+VALUED_BY = {"input_ids", "lengths", "response_mask", "values", "returns"}
+"""Columns of the critic's train_step."""
 
 
 class RLVRPipeline(BasePipeline):
-    """Roles: actor_train, actor_infer, reward, and reference with a KL. A step is a rollout of
-    batch_size prompts and the updates from it."""
+    """Roles: actor_train, actor_infer, reward; reference with a KL; critic with an advantage that
+    needs one. A step is a rollout of batch_size prompts and the updates from it."""
 
     shown = (
         "reward/mean", "response/length", "actor/loss", "actor/kl", "actor/grad_norm",
@@ -45,20 +53,32 @@ class RLVRPipeline(BasePipeline):
         tokenizer = load_tokenizer(config.model)
         data = load_data(config.data, tokenizer, "prompts", config.batch_size, config.seed)
         self.train_data, self.validation_data = data.train, data.validation
-        if "domain" in data.train.kept:
-            check_domains(config.rewards, data.train.kept["domain"])
+        self.check_data(data.train.kept)
         self.generation = config.actor_infer.generation
         self.temperature = self.generation.temperature or 1.0
         self.estimator = Estimator(config.algorithm, self.generation.max_new_tokens)
+        self.recorder = Recorder(self.run_dir, config.record_steps)
         self.position = 0
         self.metrics: list[dict[str, Metric]] = []
-        roles = [config.actor_train, config.actor_infer, config.reward]
-        roles += [config.reference] if config.reference else []
-        self.actor_train, self.actor_infer, self.reward, *others = start_roles(self, *roles)
-        self.reference = others[0] if others else None
-        self.reward.check_golds(data.train.kept, blocking=False)  # it logs what it finds
+        roles = role_sections(vars(config))
+        self.roles = dict(zip(roles, start_roles(self, *roles.values()), strict=True))
+        self.actor_train, self.actor_infer = self.roles["actor_train"], self.roles["actor_infer"]
+        self.reward, self.reference, self.critic = map(
+            self.roles.get, ("reward", "reference", "critic")
+        )
+        if self.reward is not None:
+            self.reward.check_golds(data.train.kept, blocking=False)  # it logs what it finds
+        self.scheduler = start_scheduler(
+            config, self.actor_infer, self.reward, data.train, self.estimator
+        )
         self.set_model_update_pair(self.actor_train, self.actor_infer, config=config.model_update)
-        self.set_checkpoint_clusters(self.actor_train)
+        learners = [self.actor_train] if self.critic is None else [self.actor_train, self.critic]
+        self.set_checkpoint_clusters(*learners)
+
+    def check_data(self, kept: DataProto) -> None:
+        """ConfigError if a row, of which these columns are kept, has nobody to judge it."""
+        if self.pipeline_config.rewards and "domain" in kept:
+            check_domains(self.pipeline_config.rewards, kept["domain"])
 
     def run(self) -> None:
         """Roll out, estimate, update, step for step; validate and save in between."""
@@ -68,10 +88,9 @@ class RLVRPipeline(BasePipeline):
             if step == 0 and self.validation_data is not None:
                 self.log(self.validate())
             batch = self.rollout()
-            self.compute_log_probs(batch)
-            estimated = self.estimator.estimate(batch)
-            self.metrics.append({f"actor/{name}": value for name, value in estimated.items()})
-            self.update_policy(batch)
+            self.ask(batch)
+            self.estimate(batch)
+            self.learn(batch)
             self.log(self.metrics)
             self.metrics = []
             if self.validation_data is not None and is_validation_due(config, step):
@@ -85,6 +104,8 @@ class RLVRPipeline(BasePipeline):
     def rollout(self) -> DataProto:
         """Scored answers to batch_size prompts, shaped; with max_refills to as many as it takes to
         have batch_size with signal. The next step goes on after the last prompt that is used."""
+        if self.scheduler is not None:
+            return self.scheduled(self.scheduler)
         config, found, groups = self.pipeline_config, [], 0
         with self.timing("rollout"):
             for _ in range(1 + config.max_refills):
@@ -105,6 +126,15 @@ class RLVRPipeline(BasePipeline):
                 self.position = names[-1] + 1
         return batch
 
+    def scheduled(self, scheduler: Scheduler) -> DataProto:
+        """A rollout whose answers may have been made while the steps before learnt."""
+        with self.timing("rollout"):
+            left = self.pipeline_config.max_steps - self.global_step
+            batch, looked_at, self.position = scheduler.batch(self.position, left)
+        self.metrics += [*scheduler.metrics(batch), outcomes.rollout_metrics(looked_at)]
+        self.estimator.shape(batch)
+        return batch
+
     def answers(
         self, prompts: DataProto, generation: GenerationConfig, seed: int
     ) -> tuple[DataProto, dict[str, Metric]]:
@@ -113,42 +143,87 @@ class RLVRPipeline(BasePipeline):
         with self.on_device(self.actor_infer):
             return answers(self.actor_infer, self.reward, prompts, generation, seed)
 
-    def compute_log_probs(self, batch: DataProto) -> None:
-        """Add old_log_probs where the update can't tell them itself, and ref_log_probs."""
-        tokens, temperature = batch.select(["input_ids", "lengths"]), self.temperature
+    def ask(self, batch: DataProto) -> None:
+        """Add what roles say of the answers, each at the same time if it has ranks of its own:
+        old_log_probs where the update can't tell them itself, ref_log_probs, values."""
+        # response_mask says where prompts end: rows of one prompt compute it once
+        tokens, asked = batch.select(["input_ids", "lengths", "response_mask"]), []
         with self.timing("log_probs"):
             if self.pipeline_config.compares_old:
-                with self.on_device(self.actor_train):
-                    old = self.actor_train.compute_log_probs(tokens, "old_log_probs", temperature)
-                batch.update(old)
+                asked.append(self.log_probs(self.actor_train, tokens, "old_log_probs"))
             if self.reference is not None:
-                with self.on_device(self.reference):
-                    of = self.reference.compute_log_probs(tokens, "ref_log_probs", temperature)
-                batch.update(of)
+                asked.append(self.log_probs(self.reference, tokens, "ref_log_probs"))
+            if self.critic is not None:
+                with self.on_device(self.critic):
+                    asked.append(self.critic.compute_values(tokens, blocking=False))
+            for columns in get(asked):
+                batch.update(columns)
 
-    def update_policy(self, batch: DataProto) -> None:
-        """Learn from the batch ppo_epochs times, each time in mini_batches optimiser steps."""
-        config, estimator = self.pipeline_config, self.estimator
-        columns = (LEARNT_FROM | estimator.loss_columns) & set(batch.keys())
-        parts = []
-        with self.timing("train"), self.on_device(self.actor_train):
-            for _ in range(config.ppo_epochs):
-                for part in self.mini_batches(batch):
-                    counts = denominators(part["response_mask"], divisor=config.algorithm.divisor)
-                    matters = estimator.matters(part)
-                    # with nothing to learn it is an optimiser step all the same
-                    part = part[matters] if matters.any() else part[:1]
-                    learnt = part.select(columns)
-                    learnt.plan = self.actor_train.plan_for(learnt, counts)
-                    learnt.meta_info = {
-                        "temperature": self.temperature,
-                        "kl_coefficient": estimator.kl_coefficient,
-                    }
-                    parts.append(self.actor_train.train_step(learnt).meta_info["metrics"])
-        merged = merge_metrics(parts)
-        if "kl" in merged:
-            estimator.adapt(merged["kl"])
-        self.metrics.append({f"actor/{name}": value for name, value in merged.items()})
+    def log_probs(self, cluster: Cluster, tokens: DataProto, column: str) -> Refs:
+        """A call under way: log-probs of tokens at the sampling temperature, float32 (B, T)."""
+        with self.on_device(cluster):
+            refs: Refs = cluster.compute_log_probs(tokens, column, self.temperature, blocking=False)
+        return refs
+
+    def estimate(self, batch: DataProto) -> None:
+        """Add advantages, and returns for the critic."""
+        self.recorder.begin(batch, self.estimator)
+        self.metrics.append(under("actor", self.estimator.estimate(batch)))
+        if self.critic is not None:
+            names = "values", "returns", "response_mask"
+            explained = explained_variance(*(batch[name] for name in names))
+            self.metrics.append({"critic/explained_variance": Last(explained)})
+
+    def learn(self, batch: DataProto) -> None:
+        """Have actor and critic learn from the batch ppo_epochs times, each time in mini_batches
+        optimiser steps; with ranks of their own at the same time."""
+        config = self.pipeline_config
+        parts = [part for _ in range(config.ppo_epochs) for part in self.mini_batches(batch)]
+        learning = {}
+        with self.timing("train"):
+            if self.critic is not None:
+                learning["critic"] = self.train(self.critic, map(self.for_critic, parts))
+            if self.global_step >= config.critic_warmup_steps:
+                learning["actor"] = self.train(self.actor_train, map(self.for_actor, parts))
+            learnt = {name: get(steps) for name, steps in learning.items()}
+        actor, kl_coefficient = learnt.get("actor", []), self.estimator.kl_coefficient
+        self.recorder.end(self.global_step, batch, parts, actor, kl_coefficient)
+        for name, steps in learnt.items():
+            merged = merge_metrics([done.meta_info["metrics"] for done in steps])
+            self.metrics.append(under(name, merged))
+            if "kl" in merged:
+                self.estimator.adapt(merged["kl"])
+
+    def train(self, cluster: Cluster, parts: Iterable[DataProto]) -> list[Refs]:
+        """Calls under way: an optimiser step on each part."""
+        with self.on_device(cluster):
+            return [cluster.train_step(part, blocking=False) for part in parts]
+
+    def for_actor(self, part: DataProto) -> DataProto:
+        """What the actor learns of a mini-batch."""
+        names, matters = LEARNT_FROM | self.estimator.loss_columns, self.estimator.matters(part)
+        learnt = self.learnt(self.actor_train, part, matters, names)
+        learnt.meta_info = {
+            "temperature": self.temperature,
+            "kl_coefficient": self.estimator.kl_coefficient,
+        }
+        return learnt
+
+    def for_critic(self, part: DataProto) -> DataProto:
+        """What the critic learns of a mini-batch."""
+        assert self.critic is not None, "learn asks"
+        return self.learnt(self.critic, part, part["response_mask"].any(-1), VALUED_BY)
+
+    def learnt(
+        self, cluster: Cluster, part: DataProto, matters: Tensor, names: set[str]
+    ) -> DataProto:
+        """Columns of the rows that matter, bool (B), planned for the cluster with denominators of
+        all rows. Where none matters one is left: it is an optimiser step all the same."""
+        counts = denominators(part["response_mask"], divisor=self.pipeline_config.algorithm.divisor)
+        rows = part[matters] if matters.any() else part[:1]
+        learnt = rows.select(names & set(part.keys()))
+        learnt.plan = cluster.plan_for(learnt, counts)
+        return learnt
 
     def mini_batches(self, batch: DataProto) -> Iterator[DataProto]:
         """The batch in mini_batches parts, in an order of the moment if there are several."""
@@ -159,27 +234,38 @@ class RLVRPipeline(BasePipeline):
 
     def validate(self) -> dict[str, Metric]:
         """What answers to all of the validation data score."""
+        return outcomes.validation_metrics(
+            self.validation_answers(), self.pipeline_config.validation
+        )
+
+    def validation_answers(self) -> DataProto:
+        """Answers to all of the validation data."""
         assert self.validation_data is not None, "is_validation_due says no"
         config = self.pipeline_config
         prompts = self.validation_data.batch(np.arange(len(self.validation_data)))
         prompts.update({"group_id": torch.arange(len(prompts))})
         # other random numbers than the rollout's, the same each time
         batch, _ = self.answers(prompts, config.validation.generation, config.seed + 1)
-        return outcomes.validation_metrics(batch, config.validation)
+        return batch
 
     def update_weights(self, step: int) -> None:
         """Weights of actor_train to actor_infer, if those of `step` are not there yet."""
-        with self.timing("model_update"), self.on_device(self.actor_train, self.actor_infer):
+        version = step + 1
+        rest = self.scheduler.updating(version) if self.scheduler is not None else nullcontext()
+        with self.timing("model_update"), self.on_device(self.actor_train, self.actor_infer), rest:
             self.metrics.append(self.model_update(step))
 
     @contextmanager
     def on_device(self, *clusters: Cluster) -> Iterator[None]:
-        """With offload: the models of these roles are on their devices inside, and not after."""
+        """With offload: the models of these roles are on their devices for the calls that are made
+        inside, and not after."""
         if self.pipeline_config.offload:
-            get([cluster.load_states(blocking=False) for cluster in clusters])
+            for cluster in clusters:
+                cluster.load_states(blocking=False)
         yield
         if self.pipeline_config.offload:
-            get([cluster.offload_states(blocking=False) for cluster in clusters])
+            for cluster in clusters:
+                cluster.offload_states(blocking=False)
 
     @contextmanager
     def timing(self, stage: str) -> Iterator[None]:
@@ -187,6 +273,12 @@ class RLVRPipeline(BasePipeline):
         began = time.monotonic()
         yield
         self.metrics.append({f"time/{stage}_s": Sum(time.monotonic() - began)})
+
+    def close(self) -> None:
+        """Also end the engines."""
+        if self.scheduler is not None:
+            self.scheduler.close()
+        super().close()
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the stream of prompts, and what the estimator keeps."""
@@ -196,3 +288,8 @@ class RLVRPipeline(BasePipeline):
         """Take over what state_dict gave."""
         self.position = state["position"]
         self.estimator.load_state_dict(state["estimator"])
+
+
+def under(role: str, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+    """Metrics by names that begin with that of what they are of."""
+    return {f"{role}/{name}": value for name, value in metrics.items()}

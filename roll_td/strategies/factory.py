@@ -35,7 +35,7 @@ def create_strategy(worker: Any) -> InferenceStrategy:
         mesh=worker.mesh if worker.groups else None,
         device=worker.device,
         seed=worker.pipeline_config.seed,
-        max_steps=worker.pipeline_config.optimizer_steps,
+        max_steps=worker.pipeline_config.optimizer_steps(role),
     )
     strategy: InferenceStrategy = import_class(row.cls)(context)
     return strategy

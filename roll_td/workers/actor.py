@@ -33,6 +33,11 @@ class ReferenceWorker(ModelWorker):
 
         return self.strategy.forward_step(data.to(self.device), columns).to("cpu")
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL_ONE)
+    def count_logits(self) -> int:
+        """How many tokens the model tells the log-probs of."""
+        return int(self.strategy.model.get_output_embeddings().weight.shape[0])
+
 
 class ActorWorker(ReferenceWorker):
     """A policy that learns from advantages."""

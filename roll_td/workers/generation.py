@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, cast
 
@@ -12,7 +13,8 @@ from roll_td.config.base import BaseConfig
 from roll_td.config.model import GenerationConfig
 from roll_td.models import load_tokenizer
 from roll_td.protocol import DataProto
-from roll_td.runtime.dispatch import Dispatch, register
+from roll_td.runtime.dispatch import Dispatch, register, register_request
+from roll_td.strategies.engine import Answer, Engine, Failure
 from roll_td.workers.base import ModelWorker
 
 
@@ -36,25 +38,72 @@ class GenerationWorker(ModelWorker):
         each answer, and `response`: its text as it was sampled, special tokens included, without
         the end token.
         """
-        ends = {*generation.stop_token_ids, self.tokenizer.eos_token_id} - {None}
-        generation = replace(generation, stop_token_ids=sorted(ends))
-        answers = self.strategy.generate(data, generation, seed)
+        answers = self.strategy.generate(data, self._ended_by_tokenizer(generation), seed)
         n = generation.num_return_sequences
         ids = answers["sample_id"] * n + torch.arange(len(answers)) % n
-        texts = object_column("response", self._texts(answers))
+        rows = zip(answers["input_ids"], answers["response_mask"], strict=True)
+        tokens = [row[mask].tolist() for row, mask in rows]
+        texts = object_column("response", self._texts(tokens, answers["finish_reason"]))
         answers.update({"sample_id": ids, "response": texts})
         return answers.to("cpu")
 
-    def _texts(self, answers: DataProto) -> list[str]:
+    # --- an engine that takes prompts while it generates ---------------------------------------
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def open_engine(self, generation: GenerationConfig, seed: int) -> None:
+        """Have the strategy's engine wait for requests; its answers are those that `generate` gives
+        to the same sample_id."""
+        self.engine: Engine = self.strategy.open_engine(self._ended_by_tokenizer(generation), seed)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def pause_engine(self, abort: bool = False) -> None:
+        """Return when it rests; `abort` gives up all that is in flight. TimeoutError as
+        Engine.pause has it, after the role's timeout_s."""
+        self.engine.pause(abort, self.worker_config.timeout_s)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def resume_engine(self) -> None:
+        """Have it go on."""
+        self.engine.resume()
+
+    @register_request
+    def submit(self, answers: list[Answer]) -> None:
+        """Begin these answers, or go on with them."""
+        self.engine.submit(answers)
+
+    @register_request
+    def abort(self, sample_ids: list[int]) -> None:
+        """Give these up."""
+        self.engine.abort(sample_ids)
+
+    @register_request
+    def ended(self) -> Iterator[list[Answer] | Failure]:
+        """Answers as they end or are given up, those that have ended with their text, until
+        close_engine; or the engine's failure."""
+        for item in self.engine.ended():
+            if not isinstance(item, Failure):
+                texts = self._texts([a.tokens for a in item], [a.finish_reason for a in item])
+                for answer, text in zip(item, texts, strict=True):
+                    answer.prompt, answer.text = [], text
+            yield item
+
+    @register_request
+    def close_engine(self) -> None:
+        """End it, wherever it is."""
+        self.engine.close()
+
+    def _ended_by_tokenizer(self, generation: GenerationConfig) -> GenerationConfig:
+        ends = {*generation.stop_token_ids, self.tokenizer.eos_token_id} - {None}
+        return replace(generation, stop_token_ids=sorted(ends))
+
+    def _texts(self, tokens: Iterable[list[int]], reasons: Iterable[str]) -> list[str]:
         special = set(self.tokenizer.all_special_ids)
-        tokens = []
-        for row, mask, reason in zip(
-            answers["input_ids"], answers["response_mask"], answers["finish_reason"], strict=True
-        ):
-            own = row[mask].tolist()
-            tokens.append(own[:-1] if reason == "stop" and own[-1] in special else own)
+        shown = [
+            own[:-1] if reason == "stop" and own[-1] in special else own
+            for own, reason in zip(tokens, reasons, strict=True)
+        ]
         # a special token that was sampled inside an answer is not hidden from its reward
         texts: list[str] = self.tokenizer.batch_decode(
-            tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
+            shown, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return texts

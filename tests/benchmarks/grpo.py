@@ -1,13 +1,14 @@
 """What a step of GRPO costs: ours and TRL's GRPOTrainer, interleaved.
 
-    python tests/benchmarks/grpo.py [--rounds N] [--model FOLDER]
+    python tests/benchmarks/grpo.py [--rounds N] [--model FOLDER] [--prompts N]
 
 Both on one device rank of one thread, with the quick start's model as fine-tuning leaves it (run
-launch/quickstart before), its prompts and reward, 8 prompts of 8 samples of at most 34 tokens. Both
-learn, so the learning rate is next to nothing. A step of ours is the whole of it: weights to
-actor_infer, sampling, rewards, advantages, update. The framework's share is what is left of it
-without what the strategies do (forward, backward, sampling, optimiser) and without the bytes of the
-weights. A ratio is the median of the ratios of the rounds.
+launch/quickstart before), its prompts and reward, 8 prompts (the quick start's own step has 32) of
+8 samples of at most 34 tokens. Both learn, so the learning rate is next to nothing. A step of ours
+is the whole of it: weights to actor_infer, sampling, rewards, advantages, update. The framework's
+share, of driver, dispatch and logging, is what is left of it without the time in methods of workers
+(sampling, rewards, forward, backward, optimiser) and without the bytes of the weights. A ratio is
+the median of the ratios of the rounds.
 """
 
 from __future__ import annotations
@@ -28,46 +29,44 @@ from roll_td.config.rlvr import RLVRConfig
 from roll_td.pipelines.rlvr import RLVRPipeline
 from roll_td.workers.actor import ActorWorker
 from roll_td.workers.generation import GenerationWorker
+from roll_td.workers.reward import RewardWorker
 
 ROOT = Path(__file__).parents[2]
-PROMPTS, SAMPLES, MAX_NEW_TOKENS = 8, 8, 34
+SAMPLES, MAX_NEW_TOKENS = 8, 34
 
 
-def timed(method):
-    """`method` of a strategy, which adds its seconds to its `seconds`."""
-    strategy = method.__self__
+class Timed:
+    """A worker that knows how long its methods have taken."""
 
-    def call(*args):
+    seconds_taken = 0.0
+
+    def timed(self, method, *args):
         began = time.perf_counter()
         result = method(*args)
-        strategy.seconds += time.perf_counter() - began
+        self.seconds_taken += time.perf_counter() - began
         return result
 
-    return call
-
-
-class BenchActor(ActorWorker):
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def initialize(self, pipeline_config):
-        super().initialize(pipeline_config)
-        self.strategy.seconds = 0.0
-        self.strategy.train_step = timed(self.strategy.train_step)
-
     @register(dispatch_mode=Dispatch.ONE_TO_ALL_ONE)
     def seconds(self):
-        return self.strategy.seconds
+        return self.seconds_taken
 
 
-class BenchGeneration(GenerationWorker):
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def initialize(self, pipeline_config):
-        super().initialize(pipeline_config)
-        self.strategy.seconds = 0.0
-        self.strategy.generate = timed(self.strategy.generate)
+class BenchActor(Timed, ActorWorker):
+    @register(dispatch_mode=Dispatch.DP_MP_COMPUTE, prefetch=True)
+    def train_step(self, data):
+        return self.timed(super().train_step, data)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL_ONE)
-    def seconds(self):
-        return self.strategy.seconds
+
+class BenchGeneration(Timed, GenerationWorker):
+    @register(dispatch_mode=Dispatch.DP_MP_COMPUTE, prefetch=True)
+    def generate(self, data, generation, seed):
+        return self.timed(super().generate, data, generation, seed)
+
+
+class BenchReward(Timed, RewardWorker):
+    @register(dispatch_mode=Dispatch.DP_MP_COMPUTE)
+    def compute_rewards(self, data):
+        return self.timed(super().compute_rewards, data)
 
 
 class BenchPipeline(RLVRPipeline):
@@ -78,7 +77,7 @@ class BenchPipeline(RLVRPipeline):
     def run(self) -> None:
         config = self.pipeline_config
         given = {
-            "data": config.data.train, "model": config.model.path, "prompts": PROMPTS,
+            "data": config.data.train, "model": config.model.path, "prompts": config.batch_size,
             "samples": SAMPLES, "max_new_tokens": MAX_NEW_TOKENS,
         }  # fmt: skip
         trl = Beside("trl_grpo_side.py", given, config.output_dir)
@@ -89,11 +88,11 @@ class BenchPipeline(RLVRPipeline):
                 if side == "trl":
                     seconds = trl.step()
                 else:
-                    before = self.actor_train.seconds() + self.actor_infer.seconds()
+                    before = self.inside()
                     began = time.perf_counter()
                     self.one_step(step)
                     seconds = time.perf_counter() - began
-                    inside = self.actor_train.seconds() + self.actor_infer.seconds() - before
+                    inside = self.inside() - before
                     step += 1
                 if i >= 0:
                     taken[side].append(seconds)
@@ -109,6 +108,10 @@ class BenchPipeline(RLVRPipeline):
             flush=True,
         )
 
+    def inside(self) -> float:
+        """Seconds in methods of workers so far; none runs beside another."""
+        return sum(role.seconds() for role in (self.actor_train, self.actor_infer, self.reward))
+
     def one_step(self, step: int) -> None:
         """As `run` of RLVRPipeline has it."""
         self.global_step = step
@@ -116,9 +119,9 @@ class BenchPipeline(RLVRPipeline):
         sent = self.metrics[-2]
         self.sent_s = next(v for k, v in sent.items() if k.startswith("time/weights_"))
         batch = self.rollout()
-        self.compute_log_probs(batch)
-        self.metrics.append(self.estimator.estimate(batch))
-        self.update_policy(batch)
+        self.ask(batch)
+        self.estimate(batch)
+        self.learn(batch)
         self.log(self.metrics)
         self.metrics = []
 
@@ -126,6 +129,7 @@ class BenchPipeline(RLVRPipeline):
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--model", default=str(ROOT / "runs" / "quickstart-sft" / "model"))
     given = parser.parse_args()
     here = Path(__file__).resolve()
@@ -137,11 +141,12 @@ def main() -> int:
             "data": {"train": str(ROOT / "runs" / "quickstart-data" / "prompts.jsonl"),
                      "prompt_key": "prompt", "keep": {"ground_truth": "ground_truth"}},
             "rewards": {"default": {"name": "exact_match", "settings": {"after": "#"}}},
-            "batch_size": PROMPTS, "max_steps": given.rounds,
+            "batch_size": given.prompts, "max_steps": given.rounds,
             "actor_train": role | {"worker_cls": f"{here.stem}.BenchActor", "training": {
                 "learning_rate": 1e-9, "max_tokens_per_micro_batch": 8192}},
             "actor_infer": role | {"worker_cls": f"{here.stem}.BenchGeneration", "generation": {
                 "num_return_sequences": SAMPLES, "max_new_tokens": MAX_NEW_TOKENS}},
+            "reward": {"worker_cls": f"{here.stem}.BenchReward"},
         }  # fmt: skip
         return start_job(config, 3)
 

@@ -90,9 +90,15 @@ def test_base_config_tells_all_problems() -> None:
             rewards={"math": WorkerConfig(world_size=1)},
             num_nodes=2,
             transfer_timeout_s=0.0,
+            node_timeout_s=4,
         )
     keys = [problem.key for problem in caught.value.problems]
-    assert keys == ["transfer_timeout_s", "rewards.math.name", "num_gpus_per_node"]
+    assert keys == [
+        "transfer_timeout_s",
+        "rewards.math.name",
+        "node_timeout_s",
+        "num_gpus_per_node",
+    ]
     assert "is the name of section student too" in str(caught.value)
 
 

@@ -28,7 +28,7 @@ def test_a_model_and_pairs_are_enough() -> None:
     args = made.actor_train.strategy_args, made.reference.strategy_args
     assert [a.strategy_name for a in args if a] == ["fsdp2_train", "fsdp2_infer"]
     assert made.loss.arguments == {"beta": 0.1, "label_smoothing": 0.0} and made.over == "sum"
-    assert config(max_steps=7).optimizer_steps == 7
+    assert config(max_steps=7).optimizer_steps("actor_train") == 7
     low = config(actor_train={"training": {"compute_dtype": "bfloat16"}})
     assert low.reference is not None and low.reference.training.compute_dtype == "bfloat16"
 

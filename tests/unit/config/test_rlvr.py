@@ -13,6 +13,7 @@ from roll_td.config.schema import ConfigError, read
 
 ROOT = Path(__file__).parents[3]
 GROUP = {"generation": {"num_return_sequences": 4}}
+GAE = {"algorithm": {"advantage": {"name": "gae"}}}
 
 
 def config(**given: Any) -> RLVRConfig:
@@ -51,8 +52,23 @@ def test_roles_share_the_devices_of_actor_train_unless_told() -> None:
     assert made.num_gpus_per_node == 4
 
 
+def test_an_advantage_brings_its_critic() -> None:
+    made = config(actor_train={"device_mapping": "0-2"}, **GAE)
+    assert made.critic is not None and made.critic.strategy_args is not None
+    assert made.critic.device_mapping == [0, 1, 2]
+    assert made.critic.strategy_args.strategy_name == "fsdp2_train"
+    assert made.critic.worker_cls == "roll_td.workers.critic.CriticWorker"
+    own = {"algorithm": {"advantage": {"name": "my_module.mine"}}, "critic": {"world_size": 2}}
+    assert config(**own).critic is not None, "a function of the user's own may want one"
+
+
+def test_in_the_warm_up_of_the_critic_the_schedule_of_the_actor_stands() -> None:
+    made = config(mini_batches=3, critic_warmup_steps=4, critic={"device_mapping": [1]}, **GAE)
+    assert [made.optimizer_steps(role) for role in ("actor_train", "critic")] == [18, 30]
+
+
 def test_a_schedule_ends_with_the_last_optimiser_step() -> None:
-    assert config(mini_batches=3, ppo_epochs=2).optimizer_steps == 60
+    assert config(mini_batches=3, ppo_epochs=2).optimizer_steps("actor_train") == 60
 
 
 @pytest.mark.parametrize(
@@ -83,7 +99,19 @@ def test_old_log_probs_are_computed_only_where_an_update_can_not_tell_them(given
         ({"max_refills": 1}, "max_refills=1: has nothing to do"),
         ({"reference": {}}, "reference={…}: is given and nothing asks it; set algorithm.kl"),
         ({"actor_infer": {}}, "algorithm.advantage.name='grpo': compares the responses"),
-        ({"algorithm": {"advantage": {"name": "gae"}}}, "needs a critic's values"),
+        (
+            {"algorithm": {"advantage": {"name": "gigpo"}}},
+            "algorithm.advantage.name=gigpo: compares states of an environment, and these answers",
+        ),
+        ({"critic": {}}, "critic={…}: is given and advantage grpo does not ask it; drop it, or"),
+        ({"critic_warmup_steps": 1}, "critic_warmup_steps=1: has nothing to do: advantage grpo"),
+        ({"algorithm": {"value_clip": 0.2}}, "algorithm.value_clip=0.2: has nothing to do"),
+        (GAE | {"critic_warmup_steps": 10}, "critic_warmup_steps=10: must be at least 0 and below"),
+        (
+            GAE | {"critic": {"strategy_args": {"strategy_name": "fsdp2_infer"}}},
+            "critic.strategy_args.strategy_name='fsdp2_infer': is a strategy that can't train",
+        ),
+        ({"reward": None}, "reward=null: leaves nobody to compute rewards"),
         (
             {"validation": {"pass_at": [2]}},
             "validation.pass_at=[2]: must lie in 1 to generation.num_return_sequences=1",

@@ -148,3 +148,34 @@ def test_rows_that_matter(settings, wanted):
     of.shape(rows)
     of.estimate(rows)
     assert of.matters(rows).tolist() == wanted
+
+
+def test_right_answers_are_weighed_by_length_before_anything_else():
+    settings = {"scores": {"length_weight": {"alpha": 0.1}, "clip_high": 1.0}}
+    rows = batch([1.0, 1.0, 0.0, 1.0], [1, 3, 2, 2], [0, 0, 0, 1])
+    estimator(**settings).shape(rows)
+    long = math.exp(-0.1)
+    assert rows["shaped_scores"].tolist() == pytest.approx([1, long, 0, 1]), "cut at 1"
+
+
+def test_advantages_are_weighed_by_difficulty_last():
+    weight = {"low": 0.0, "high": 2.0, "middle": 0.5, "steepness": 4.0}
+    grpo = {"name": "grpo", "settings": {"scale": "none"}}
+    rows = batch([1.0, 0.0, 0.0, 0.0], [1, 1, 1, 1], [7, 7, 7, 7])
+    few, many = 2 / (1 + math.exp(-1)), 2 / (1 + math.exp(1))  # a share of 1/4, and of 3/4
+    of = estimator(advantage=grpo, difficulty_weight=weight)
+    right, wrong = 0.75 * few, -0.25 * many
+    columns = [row[1] for row in advantages(of, rows)]
+    assert columns == pytest.approx([right, wrong, wrong, wrong], abs=1e-6)
+
+
+def test_a_loss_that_is_no_multiple_of_the_advantage_learns_from_all_rows():
+    rows = batch([1.0, 1.0, 0.0, 1.0], [1, 1, 1, 1], [0, 0, 1, 1])
+    for loss, matter in (({"name": "tis"}, [False, False, True, True]), (KIMI, [True] * 4)):
+        of = estimator(policy_loss=loss)
+        of.shape(rows)
+        of.estimate(rows)
+        assert of.matters(rows).tolist() == matter
+
+
+KIMI = {"name": "kimi15", "settings": {"tau": 0.1}}

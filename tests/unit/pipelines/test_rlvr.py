@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +14,11 @@ from roll_td.config.model import GenerationConfig
 from roll_td.config.schema import read
 from roll_td.metrics import Sum
 from roll_td.pipelines.estimating import Estimator
-from roll_td.pipelines.rlvr import RLVRPipeline
+from roll_td.pipelines.recording import Recorder
+from roll_td.pipelines.rlvr import VALUED_BY, RLVRPipeline
 from roll_td.plan import default_plan
 from roll_td.protocol import DataProto
+from roll_td.runtime.refs import Reply
 
 
 class Stream:
@@ -34,9 +37,10 @@ class Learner:
     def plan_for(self, data: DataProto, denominators: dict[str, float]) -> Any:
         return default_plan(len(data), 1, None, denominators)
 
-    def train_step(self, data: DataProto) -> DataProto:
+    def train_step(self, data: DataProto, blocking: bool) -> Reply:
+        assert not blocking, "others may learn meanwhile"
         self.learnt.append(data)
-        return DataProto(meta_info={"metrics": {"loss": Sum(1)}})
+        return Reply(iter([DataProto(meta_info={"metrics": {"loss": Sum(1)}})]))
 
 
 def pipeline(algorithm: dict[str, Any], **config: Any) -> Any:
@@ -44,11 +48,15 @@ def pipeline(algorithm: dict[str, Any], **config: Any) -> Any:
     settings = read(AlgorithmConfig, algorithm).value
     assert settings is not None
     defaults = {"batch_size": 2, "max_refills": 0, "mini_batches": 1, "ppo_epochs": 1, "seed": 1}
+    defaults |= {"critic_warmup_steps": 0}
     made.pipeline_config = SimpleNamespace(**defaults | config, algorithm=settings, offload=False)
     made.estimator = Estimator(settings, 4)
     made.generation, made.temperature = GenerationConfig(), 0.5
     made.train_data, made.position, made.metrics = Stream(), 0, []
-    made.actor_train = Learner()
+    made.recorder = Recorder(Path(), None)
+    made.scheduler = None
+    made.actor_train, made.critic, made.reward, made.global_step = Learner(), None, object(), 0
+    made.scheduler = None
     return made
 
 
@@ -102,7 +110,7 @@ def test_without_any_signal_the_step_is_one_in_which_nothing_counts() -> None:
     batch = made.rollout()
     assert len(batch) == 4 and not batch["response_mask"].any()
     made.estimator.estimate(batch)
-    made.update_policy(batch)
+    made.learn(batch)
     (learnt,) = made.actor_train.learnt
     assert len(learnt) == 1 and not learnt["response_mask"].any()
     assert learnt.plan.denominators == {"tokens": 0.0, "rows": 0.0}
@@ -113,7 +121,7 @@ def test_rows_without_signal_are_not_computed_but_counted() -> None:
     made.answers = answering({0: DULL, 1: SHARP})
     batch = made.rollout()
     made.estimator.estimate(batch)
-    made.update_policy(batch)
+    made.learn(batch)
     (learnt,) = made.actor_train.learnt
     assert len(learnt) == 2 and learnt["advantages"].abs().min() > 0
     assert learnt.plan.denominators == {"tokens": 12.0, "rows": 4.0}
@@ -128,10 +136,38 @@ def test_each_row_is_in_one_mini_batch_of_each_epoch() -> None:
     batch.update({"input_ids": torch.arange(8)[:, None].expand(8, 3).contiguous()})
     made.estimator.estimate(batch)
     torch.manual_seed(0)
-    made.update_policy(batch)
+    made.learn(batch)
     rows = [learnt["input_ids"][:, 0].tolist() for learnt in made.actor_train.learnt]
     assert [len(own) for own in rows] == [3, 3, 2] * 2
     epochs = [[row for own in half for row in own] for half in (rows[:3], rows[3:])]
     assert [sorted(epoch) for epoch in epochs] == [list(range(8))] * 2
     assert epochs[0] != epochs[1], "each in an order of its own"
     assert made.metrics[-1] == {"actor/loss": 6}
+
+
+def test_a_critic_learns_rows_that_teach_the_actor_nothing_and_before_it() -> None:
+    gae = {"name": "gae", "settings": {"lam": 1}}
+    made = pipeline({"advantage": gae}, critic_warmup_steps=2, mini_batches=2)
+    made.critic = Learner()
+    made.answers = answering({0: DULL, 1: SHARP})
+    batch = made.rollout()
+    # of the second answer to prompt 0 the critic knew all, so its advantage is 0
+    batch.update({"values": torch.tensor([[0.0], [1.0], [0.5], [0.5]]).expand(4, 3).contiguous()})
+    batch.update({"input_ids": torch.arange(4)[:, None].expand(4, 3).contiguous()})
+    made.estimate(batch)
+    # of returns 1 1 0 1 the variance is 3/16, of what they are more than expected, 1 0 -½ ½, 5/16
+    assert made.metrics[-1] == {"critic/explained_variance": pytest.approx(1 - 5 / 3)}
+    for step in (0, 1, 2):
+        made.global_step = step
+        made.learn(batch)
+    rows = [
+        [p["input_ids"][:, 0].tolist() for p in of.learnt] for of in (made.critic, made.actor_train)
+    ]
+    pairs = [sorted(rows[0][i] + rows[0][i + 1]) for i in (0, 2, 4)]
+    assert pairs == [[0, 1, 2, 3]] * 3
+    assert sorted(rows[1][0] + rows[1][1]) == [0, 2, 3], "after the warm-up, and what matters"
+    # both learn the same mini-batches
+    assert [[row for row in part if row != 1] for part in rows[0][4:]] == rows[1]
+    assert all(set(p.keys()) == VALUED_BY for p in made.critic.learnt)
+    assert [p.plan.denominators["tokens"] for p in made.critic.learnt] == [6.0] * 6
+    assert made.metrics[-2:] == [{"critic/loss": 2}, {"actor/loss": 2}]

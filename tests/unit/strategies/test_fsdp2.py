@@ -18,6 +18,7 @@ from roll_td.config.strategies import StrategyArgs
 from roll_td.distributed.topology import Topology, rank_infos
 from roll_td.metrics import Mean, Sum
 from roll_td.models import load_model
+from roll_td.models.value_head import load_value_model
 from roll_td.plan import default_plan, local
 from roll_td.protocol import DataProto
 from roll_td.strategies.base import StrategyContext
@@ -234,3 +235,43 @@ def test_wrong_calls_are_told(mesh: DeviceMesh) -> None:
     alone = Fsdp2Infer(context(mesh, world_size=2))
     with pytest.raises(ValueError, match="no plan, and ranks that step together need one"):
         alone.forward_step(batch(), lambda *_: {})
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)])
+def test_a_model_with_a_head_of_one_number_learns_values(
+    mesh: DeviceMesh, tmp_path: Path, lora: LoraConfig | None
+) -> None:
+    model = ModelConfig(config=FIELDS, lora=lora)
+
+    def critic() -> Any:
+        strategy = Fsdp2Train(context(mesh, model, learning_rate=0.02, max_grad_norm=0))
+        strategy.initialize(load_value_model)
+        return strategy
+
+    def values(of: Any) -> torch.Tensor:
+        columns = of.forward_step(batch(), lambda _, output: {"v": of.op_compute_values(output)})
+        found: torch.Tensor = columns["v"]
+        return found
+
+    def loss_func(data: DataProto, output: Any) -> tuple[torch.Tensor, dict[str, float]]:
+        errors = strategy.op_compute_values(output) - data["input_ids"] / 31
+        inside = torch.arange(6) < data["lengths"][:, None]
+        return (errors.square() * inside)[:, 1:].sum(), {}
+
+    strategy = critic()
+    assert not values(strategy).any()
+    before = {name: weight.clone() for name, weight in strategy.full_parameters()}
+    losses = [strategy.train_step(batch(), loss_func)["loss"] for _ in range(30)]
+    assert losses[-1] < 0.3 * losses[0]
+    changed = {n for n, w in strategy.full_parameters() if not torch.equal(w, before[n])}
+    # of the body too, of which adapters change the linear layers alone
+    assert "lm_head.weight" in changed and len(changed) > 2
+    assert ("model.embed_tokens.weight" in changed) == (lora is None)
+    strategy.save_checkpoint(tmp_path / "a")
+    other = critic()
+    other.load_checkpoint(tmp_path / "a")
+    assert torch.equal(values(other), values(strategy)) and values(other).any()
+    strategy.offload_states()
+    strategy.load_states()
+    again = [each.train_step(batch(), loss_func)["loss"] for each in (strategy, other)]
+    assert again[0] == again[1]

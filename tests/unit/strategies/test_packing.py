@@ -163,6 +163,19 @@ def test_log_probs_and_entropy_stand_where_their_token_is(output: packing.Output
             torch.testing.assert_close(spread[row, t], wanted, atol=1e-5, rtol=1e-5)
 
 
+def test_values_are_of_the_tokens_before(output: packing.Output) -> None:
+    weight = torch.randn(1, 6, generator=torch.Generator().manual_seed(3))
+    # what comes in a lower dtype is multiplied in float32
+    hidden, head = output.hidden.bfloat16(), Head(weight.bfloat16())
+    got = packing.values(packing.Output(hidden, head, LAYOUT))
+    assert got.shape == (4, 7) and got.dtype == torch.float32
+    every = hidden.double() @ head.weight.double().T
+    for row, of_row in enumerate(every.squeeze(-1).split(LENGTHS.tolist())):
+        wanted = torch.zeros(7, dtype=torch.float64)
+        wanted[1 : len(of_row)] = of_row[:-1]
+        torch.testing.assert_close(got[row].double(), wanted, atol=1e-6, rtol=1e-6)
+
+
 def test_language_loss_leaves_out_padding_and_first_tokens(
     output: packing.Output,
 ) -> None:
