@@ -111,18 +111,20 @@ SHORT = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_your_own_model_data_and_functions(my_model: Path, own: bool) -> None:
+@pytest.mark.parametrize("which", ["plain", "own functions", "ahead"])
+def test_your_own_model_data_and_functions(my_model: Path, which: str) -> None:
     (my_model / "my_functions.py").write_text(block("my_functions.py"))
     start = "roll-td run configs/rlvr/rlvr.yaml model.path=my-model data.train=my.jsonl"
     commands = [line.split() for line in README.replace("\\\n", "").splitlines()
                 if line.startswith(start)]  # fmt: skip
-    assert [len(words) for words in commands] == [5, 9]
-    _, verb, config, *overrides = commands[own]
+    assert [len(words) for words in commands] == [5, 9, 8]
+    _, verb, config, *overrides = commands[["plain", "own functions", "ahead"].index(which)]
+    overrides = [item.replace("=0-3", "=[0]").replace("=4-7", "=[1]") for item in overrides]
     ended = run(my_model, "-m", "roll_td.cli", verb, str(ROOT / config), *overrides, *SHORT)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     lines = (my_model / "runs/rlvr/metrics.jsonl").read_text().splitlines()
-    reward = "reward/default/" + ("brief" if own else "math_rule")
+    named = {"plain": "default/math_rule", "own functions": "default/brief", "ahead": "mean"}
+    reward = "reward/" + named[which]
     assert [reward in json.loads(line) for line in lines] == [True, True]
 
 
