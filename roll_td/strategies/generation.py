@@ -8,7 +8,7 @@ prompt is computed once, with others of its kind, however many responses it gets
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -198,37 +198,58 @@ class Sampler:
         config: GenerationConfig,
         stop: Stop,
         batch_size: int,
-        prompts: Sequence[Tensor],
+        prompts: Sequence[Tensor] | Mapping[int, Tensor],
         samples: Sequence[Sample],
     ) -> None:
-        """model: of roll_td.models. prompts: int64 (length,) each, on the CPU. A sample with
-        most_tokens 0 stays empty."""
+        """model: of roll_td.models. prompts: int64 (length,) each, on the CPU, of a sample that has
+        tokens with these. A sample with most_tokens 0 stays empty."""
         self.model, self.config, self.stop = model, config, stop
         self.batch_size, self.prompts = batch_size, prompts
         self.body, head = models.body_and_head(model)
         self.head, self.device = head(), head().weight.device
-        for sample in samples:
-            sample.finish_reason = "" if sample.most_tokens > 0 else "length"
-        # prompts of like length meet in a prefill, which pads them; those of one prompt too
-        self.waiting = deque(
-            sorted(
-                (sample for sample in samples if not sample.finish_reason),
-                key=lambda sample: (-sample.prompt_tokens, sample.prompt),
-            )
-        )
+        self.waiting: deque[Sample] = deque()
         self.active: list[Sample] = []
         self.slots = Slots()
         self.cache = models.cache_in(model, self.slots)
         self.prefilled = NOTHING
+        self.add(samples)
 
     def run(self) -> None:
         """Sample until all have ended."""
         while self.waiting or self.active:
-            room = self.batch_size - len(self.active)
-            if self.waiting and room >= max(1, self.batch_size // REFILL_SHARE):
-                self._admit([self.waiting.popleft() for _ in range(min(room, len(self.waiting)))])
-            else:
-                self._step()
+            self.step()
+
+    def add(self, samples: Sequence[Sample]) -> None:
+        """Have these wait, behind those that do."""
+        for sample in samples:
+            sample.finish_reason = "" if sample.most_tokens > len(sample.tokens) else "length"
+        # prompts of like length meet in a prefill, which pads them; those of one prompt too
+        self.waiting.extend(
+            sorted(
+                (sample for sample in samples if not sample.finish_reason),
+                key=lambda sample: (-sample.length, sample.prompt),
+            )
+        )
+
+    def step(self) -> None:
+        """Let samples enter, or give each in the batch a token."""
+        room = self.batch_size - len(self.active)
+        if self.waiting and room >= max(1, self.batch_size // REFILL_SHARE):
+            self._admit([self.waiting.popleft() for _ in range(min(room, len(self.waiting)))])
+        elif self.active:
+            self._step()
+
+    def remove(self, samples: Sequence[Sample]) -> None:
+        """Give these up, those that have not ended."""
+        for sample in samples:
+            sample.finish_reason = sample.finish_reason or "abort"
+        self.waiting = deque(sample for sample in self.waiting if not sample.finish_reason)
+        self._leave()
+
+    def forget(self) -> None:
+        """The weights have changed, and no sample is in the batch."""
+        assert not self.active, "its keys and values are of the old weights"
+        self.prefilled = NOTHING
 
     def _admit(self, newcomers: list[Sample]) -> None:
         """Give each its first token, and a place if it goes on."""
@@ -242,7 +263,7 @@ class Sampler:
             group = [sample for sample in group if not sample.finish_reason]
             if group:
                 numbers = [row[sample.prompt] for sample in group]
-                lengths = [sample.prompt_tokens for sample in group]
+                lengths = [sample.length - 1 for sample in group]
                 self.slots.place(self.prefilled.states, numbers, lengths)
                 self.active += group
         if not self.waiting or self.waiting[0].prompt not in self.prefilled.row:
@@ -277,6 +298,10 @@ class Sampler:
         )
         self.slots.end += 1
         self._extend(self.active, functional.logits(hidden[:, -1], self.head))
+        self._leave()
+
+    def _leave(self) -> None:
+        """Take those that have ended out of the batch."""
         for place in reversed(range(len(self.active))):
             if self.active[place].finish_reason:
                 self.slots.drop(place)

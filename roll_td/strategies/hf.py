@@ -17,8 +17,10 @@ from roll_td.protocol import DataProto
 from roll_td.strategies import packing, sampling, states
 from roll_td.strategies.base import ForwardFunc, InferenceStrategy, ModelProvider
 from roll_td.strategies.batches import by_micro_batch, with_responses
-from roll_td.strategies.exchange import VERSION, HoldsWeights
+from roll_td.strategies.engine import CoreEngine
+from roll_td.strategies.exchange import VERSION, HoldsWeights, Part
 from roll_td.strategies.generation import Sample, Sampler, Stop
+from roll_td.strategies.hf_engine import HfCore
 from roll_td.strategies.operations import Operations
 
 STATES = {"model", "optimizer", "gradients"}
@@ -44,6 +46,7 @@ class HfInfer(HoldsWeights, Operations, InferenceStrategy):
         )
         self.model.to(self.context.device)
         self._offloaded: states.Offloaded | None = None
+        self.engine: CoreEngine | None = None
 
     def forward_step(self, batch: DataProto, forward_func: ForwardFunc) -> DataProto:
         """The columns that forward_func returns for each micro-batch, rows in their order; no
@@ -76,8 +79,7 @@ class HfInfer(HoldsWeights, Operations, InferenceStrategy):
         ValueError for an empty prompt, if the model is offloaded, or if a layer of it keeps
         anything but keys and values.
         """
-        self._require_model()
-        self._attend(self.context.model.attn_implementation)
+        self._ready()
         lengths, n = batch["lengths"].tolist(), generation.num_return_sequences
         if 0 in lengths:
             raise ValueError(f"prompt {lengths.index(0)} is empty; give it a token to start from")
@@ -101,6 +103,37 @@ class HfInfer(HoldsWeights, Operations, InferenceStrategy):
             Sampler(self.model, generation, stop, settings.batch_size, prompts, samples).run()
         return with_responses(batch, samples, self.weight_version)
 
+    def open_engine(self, generation: GenerationConfig, seed: int) -> CoreEngine:
+        """An engine that gives to a sample_id the tokens that `generate` gives, with log-probs that
+        differ by float rounding at most: the batch is another. It rests while weights come and
+        while the model is offloaded, else these raise RuntimeError. ValueError as `generate`."""
+        settings: Any = self.settings
+        place, stop = self.context.rank_info.rank, self._stop(generation)
+        core = HfCore(
+            self.model,
+            generation,
+            stop,
+            settings.batch_size,
+            seed,
+            version=lambda: self.weight_version,
+            begin=self._ready,
+        )
+        self._ready()
+        owner = f"role {self.context.role}, worker {place}"
+        self.engine = CoreEngine(core, owner, self.context.device)
+        return self.engine
+
+    def update_parameter_in_bucket(self, parts: Iterable[Part]) -> None:
+        """As HoldsWeights has it."""
+        self._require_rest("new weights come")
+        super().update_parameter_in_bucket(parts)
+
+    def process_weights_after_loading(self, version: int) -> None:
+        """As HoldsWeights has it; keys and values that the engine has of the old weights go."""
+        if self.engine is not None:
+            self.engine.forget()
+        super().process_weights_after_loading(version)
+
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Each weight once, with the name that Hugging Face has for it, in one order."""
         self._require_model()
@@ -117,11 +150,14 @@ class HfInfer(HoldsWeights, Operations, InferenceStrategy):
         with self._resident():
             tensors = self._checkpoint()
             states.load(folder, tensors, self.context.groups["world"])
+            if self.engine is not None:
+                self.engine.forget()
             self.weight_version = int(tensors[VERSION])
 
     def offload_states(self, include: Iterable[str] = ("model",)) -> None:
         """Move the model to host memory until load_states. ValueError for an unknown state."""
         if _has_model(include) and self._offloaded is None:
+            self._require_rest("offload_states")
             self._offloaded = states.Offloaded(self.model.parameters())
 
     def load_states(self, include: Iterable[str] = ("model",)) -> None:
@@ -151,6 +187,15 @@ class HfInfer(HoldsWeights, Operations, InferenceStrategy):
         body, head = models.body_and_head(self.model)
         hidden = body(**inputs, use_cache=False).last_hidden_state
         return packing.Output(packing.line_states(hidden, layout), head(), layout)
+
+    def _ready(self) -> None:
+        """For `generate` and the engine."""
+        self._require_model()
+        self._attend(self.context.model.attn_implementation)
+
+    def _require_rest(self, what: str) -> None:
+        if self.engine is not None:
+            self.engine.require_rest(what)
 
     def _attend(self, implementation: str) -> None:
         """Packed rows have an attention of their own, which knows no cache."""

@@ -15,15 +15,17 @@ from torch import Tensor
 from roll_td.config.model import GenerationConfig
 from roll_td.config.strategies import MockConfig
 from roll_td.protocol import DataProto
-from roll_td.strategies import sampling, states
+from roll_td.strategies import states
 from roll_td.strategies.base import (
     ForwardFunc,
     InferenceStrategy,
     ModelProvider,
     StrategyContext,
 )
-from roll_td.strategies.batches import Response, by_micro_batch, with_responses
+from roll_td.strategies.batches import by_micro_batch, with_responses
+from roll_td.strategies.engine import CoreEngine
 from roll_td.strategies.exchange import VERSION, Part
+from roll_td.strategies.mock_engine import MockCore, log_probs, respond
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class MockInfer(InferenceStrategy):
         self._config: MockConfig = self.settings or MockConfig()
         self._calls = 0
         self.weight_version = 0
+        self.engine: CoreEngine | None = None
 
     def initialize(self, model_provider: ModelProvider) -> None:
         """Make no model."""
@@ -64,7 +67,7 @@ class MockInfer(InferenceStrategy):
         self, output_tensor: Any, input_ids: Tensor, temperature: float = 1.0
     ) -> Tensor:
         """float32 (b, T), in (-4, 0) at any temperature; 0 at index 0 and in padding."""
-        return _log_probs(input_ids) * _predicted(output_tensor)
+        return log_probs(input_ids) * _predicted(output_tensor)
 
     def op_compute_entropy(self, output_tensor: Any, temperature: float = 1.0) -> Tensor:
         """float32 (b, T): that of vocab_size equally likely tokens; 0 at index 0 and in padding."""
@@ -73,33 +76,37 @@ class MockInfer(InferenceStrategy):
     def op_compute_language_loss(self, output_tensor: Any, labels: Tensor) -> Tensor:
         """float32 scalar: sum of -log p over the labels, int64 (b, T), that are not -100."""
         wanted = (labels != -100) & (_predicted(output_tensor) > 0)
-        return -_log_probs(output_tensor.input_ids, labels)[wanted].sum()
+        return -log_probs(output_tensor.input_ids, labels)[wanted].sum()
 
     def generate(self, batch: DataProto, generation: GenerationConfig, seed: int) -> DataProto:
         """Responses to prompts, rows and columns as HfInfer.generate has them.
 
-        Tokens and lengths are uniform over what the config allows, from random numbers made of seed
-        and sample; infer_log_probs are those that op_compute_log_probs gives. finish_reason is
-        length for a response of max_new_tokens, else stop. RuntimeError in the call that is to
-        fail.
+        Tokens and lengths are what the config allows, from random numbers made of seed and sample;
+        infer_log_probs are those that op_compute_log_probs gives. finish_reason is length for a
+        response of max_new_tokens, else stop. RuntimeError in the call that is to fail.
         """
         self._begin()
-        config, n, most = self._config, generation.num_return_sequences, generation.max_new_tokens
-        longest = min(most, most if config.max_tokens is None else config.max_tokens)
-        shortest = min(config.min_tokens, longest)
+        n = generation.num_return_sequences
         ids = batch["sample_id"].tolist() if "sample_id" in batch else range(len(batch))
         last = (batch["lengths"] - 1).clamp(min=0)[:, None]
         prompt_ends = batch["input_ids"].gather(1, last).flatten().tolist()
         responses = []
         for sample_id, prompt_end in zip(ids, prompt_ends, strict=True):
-            for j in range(n):
-                random = sampling.generator(seed, sample_id * n + j)
-                count = int(random.integers(shortest, longest + 1))
-                tokens = random.integers(config.vocab_size, size=count).tolist()
-                log_probs = _log_probs(torch.tensor([[prompt_end, *tokens]]))[0, 1:].tolist()
-                reason = "length" if count == most else "stop"
-                responses.append(Response(tokens, log_probs, reason))
+            responses += [
+                respond(self._config, generation, seed, sample_id * n + j, prompt_end)
+                for j in range(n)
+            ]
         return with_responses(batch, responses, self.weight_version)
+
+    def open_engine(self, generation: GenerationConfig, seed: int) -> CoreEngine:
+        """An engine that gives the same responses, `slots` of them at a time, each after as many
+        times token_s as it has tokens. One of the workers may fail, as the config says."""
+        place, config = self.context.rank_info, self._config
+        fault = config.fault if place.rank == config.fault_worker else None
+        core = MockCore(config, generation, seed, lambda: self.weight_version, fault)
+        owner = f"role {self.context.role}, worker {place.rank}"
+        self.engine = CoreEngine(core, owner, self.context.device)
+        return self.engine
 
     def setup_model_update(self) -> None:
         """None: it takes weights of any names and shapes."""
@@ -109,6 +116,8 @@ class MockInfer(InferenceStrategy):
 
     def process_weights_after_loading(self, version: int) -> None:
         """Remember the number of the update."""
+        if self.engine is not None:
+            self.engine.forget()
         self.weight_version = version
 
     def save_checkpoint(self, folder: Path) -> None:
@@ -134,14 +143,6 @@ class MockInfer(InferenceStrategy):
         if call == self._config.fail_on_call:
             raise RuntimeError(f"mock_infer: call {call} fails, as fail_on_call says")
         time.sleep(self._config.latency_s)
-
-
-def _log_probs(ids: Tensor, targets: Tensor | None = None) -> Tensor:
-    """Of targets, or ids themselves, int64 (b, T), each after the id before it; 0 at index 0."""
-    targets = ids if targets is None else targets
-    # primes, so that neighbours and swapped tokens differ
-    mixed = (ids[:, :-1] * 7919 + targets[:, 1:] * 104_729 + 1) % 997
-    return torch.nn.functional.pad(-4 * (mixed + 1) / 999, (1, 0))
 
 
 def _predicted(output: MockOutput) -> Tensor:

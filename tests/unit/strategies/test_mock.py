@@ -112,3 +112,18 @@ def test_it_takes_any_weights_and_stamps_their_version():
 def test_a_mock_needs_no_transformers():
     code = "import sys, roll_td.strategies.mock; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=50).returncode == 0
+
+
+def test_lengths_may_have_a_long_tail_and_belong_to_a_prompt():
+    generation = GenerationConfig(max_new_tokens=1000, num_return_sequences=50)
+    rows = DataProto({"input_ids": torch.arange(40)[:, None], "lengths": torch.ones(40).long()})
+    tail = {"tail": 1.25, "min_tokens": 12, "max_tokens": 500}
+    drawn = strategy(**tail).generate(rows, generation, 1)["response_mask"].sum(1)
+    assert drawn.min() == 12 and drawn.max() == 500
+    # of a Pareto distribution that is cut: the share below x is 1 - (12 / x) ** 1.25
+    for most in (13, 20, 40, 100, 400):
+        share = 1 - (12 / most) ** 1.25
+        assert (drawn < most).double().mean().item() == pytest.approx(share, abs=0.03), most
+    own = strategy(**tail, lengths_of="prompt").generate(rows, generation, 1)["response_mask"]
+    own = own.sum(1).view(40, 50)
+    assert (own == own[:, :1]).all() and len(set(own[:, 0].tolist())) > 20

@@ -1,0 +1,1 @@
+"""Scheduling of generation: which prompts, to which engine, how far ahead of training."""
