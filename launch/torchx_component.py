@@ -4,7 +4,9 @@
     roll-td submit CONFIG --to torchx:kubernetes --option queue=q --option image=I
 
 All roles of a pipeline share the ranks of the job, so the app has one role of TorchX: a replica a
-node, in which torchrun starts the node's ranks. Loads in torchx 0.7.0 and in torchx-nightly.
+node, in which torchrun starts the node's ranks. A scheduler ends a replica by SIGTERM, which
+torchrun passes on: the ranks take it for a notice, and make a checkpoint if the scheduler leaves
+them the time. Loads in torchx 0.7.0 and in torchx-nightly.
 """
 
 from __future__ import annotations
@@ -125,6 +127,7 @@ def _app(
     # ${…:=localhost}: some schedulers do not tell the first node its own name
     head = "localhost:0" if spec.nodes == 1 else f"$${{{macros.rank0_env}:=localhost}}:{port}"
     options = [*torchrun_options(spec), f"--rdzv-id={macros.app_id}"]
+    options += [f"--shutdown-timeout={spec.lead_s}"]  # how long torchrun waits for the checkpoint
     options += ["--local-addr=127.0.0.1"] if spec.nodes == 1 else []
     words = [python, "-m", "torch.distributed.run", *options]
     # $$ is a $ to TorchX
@@ -138,7 +141,12 @@ def _app(
                 image=image,
                 entrypoint="bash",
                 args=["-c", f"ROLL_TD_RESTARTS=$${{SLURM_RESTART_COUNT:-0}} exec {command}"],
-                env=spec.env | {"ROLL_TD_SECRET": secret},
+                env=spec.env
+                | {
+                    "ROLL_TD_NOTICES": "TERM",
+                    "ROLL_TD_NOTICE_FILE": f"{spec.run_dir}/notice",
+                    "ROLL_TD_SECRET": secret,
+                },
                 num_replicas=spec.nodes,
                 max_retries=max_retries,
                 port_map={"c10d": port},

@@ -4,11 +4,14 @@ A frame is a kind, a head (pickled), and raw chunks. `Hub` is the driver's end o
 The end of file of a connection is the sign of death, whether the rank is idle or busy. Every
 rank connects, the driver's own too, so that there is one code path.
 
-Beside it each rank has a lifeline to the driver, a connection that carries nothing. Nothing is
-ever unacknowledged on it, so its keepalive tells within 8 s that the other machine can't be
-reached, however full the channel is; TCP_USER_TIMEOUT on the channel itself would take a rank
-that is stopped for 10 s, its receive buffer full, for a lost one. And when it ends, the kernel
-ends a process that can't do so itself (process.end_with).
+Beside it each rank has a lifeline to the driver, a connection that carries nothing. Nothing is ever
+unacknowledged on it, so its keepalive tells within node_timeout_s that the other machine can't be
+reached, however full the channel is; TCP_USER_TIMEOUT on the channel itself would take a rank that
+is stopped, its receive buffer full, for a lost one. Kernels answer it: a rank that holds its GIL
+for an hour in C, or is stopped by a debugger or by `scontrol suspend`, is not lost. A heartbeat of
+the ranks' own could not tell those from a rank that hangs for good; that one is found by the
+timeout of its collectives. And when a lifeline ends, the kernel ends a process that can't do so
+itself (process.end_with).
 
 Cost: the driver sends a call to R ranks with R writes of one prepared head each (about 10 us a
 rank), and hears R small answers; nothing grows with the square of the world. At 10,000 ranks a
@@ -159,7 +162,7 @@ def listen() -> socket.socket:
 
 
 def connect(
-    addresses: Sequence[str], port: int, token: str, rank: int
+    addresses: Sequence[str], port: int, token: str, rank: int, node_timeout_s: int
 ) -> tuple[Connection, socket.socket]:
     """A rank's link and lifeline to the driver, by the first address that can be reached."""
     errors = []
@@ -172,11 +175,13 @@ def connect(
         for number, sock in enumerate(lines):
             sock.settimeout(None)
             sock.sendall(HELLO.pack(token.encode(), rank, number))
-        return Connection(lines[0]), _kept_alive(lines[1])
+        return Connection(lines[0]), _kept_alive(lines[1], node_timeout_s)
     raise ConnectionError(f"rank {rank} can't reach the driver on port {port}: {'; '.join(errors)}")
 
 
-def accept(server: socket.socket, token: str, world_size: int, timeout_s: float) -> Hub:
+def accept(
+    server: socket.socket, token: str, world_size: int, timeout_s: float, node_timeout_s: int
+) -> Hub:
     """Wait for all ranks of the job; a connection that doesn't know the token is dropped."""
     found: dict[tuple[int, int], socket.socket] = {}
     server.settimeout(timeout_s)
@@ -198,7 +203,8 @@ def accept(server: socket.socket, token: str, world_size: int, timeout_s: float)
         sock.settimeout(None)
         found[who] = sock
     ranks = range(world_size)
-    return Hub([Connection(found[r, 0]) for r in ranks], [_kept_alive(found[r, 1]) for r in ranks])
+    lifelines = [_kept_alive(found[r, 1], node_timeout_s) for r in ranks]
+    return Hub([Connection(found[r, 0]) for r in ranks], lifelines)
 
 
 def _greet(sock: socket.socket, token: str) -> tuple[int, int] | None:
@@ -216,11 +222,13 @@ def _greet(sock: socket.socket, token: str) -> tuple[int, int] | None:
     return (rank, number) if hmac.compare_digest(given, token.encode()) else None
 
 
-def _kept_alive(lifeline: socket.socket) -> socket.socket:
+def _kept_alive(lifeline: socket.socket, node_timeout_s: int) -> socket.socket:
+    """After some silence the kernel asks; four times no answer end it, at node_timeout_s."""
+    every_s = max(1, node_timeout_s // 8)
     lifeline.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
-        (socket.TCP_KEEPIDLE, 4),
-        (socket.TCP_KEEPINTVL, 1),
+        (socket.TCP_KEEPIDLE, node_timeout_s - 4 * every_s),
+        (socket.TCP_KEEPINTVL, every_s),
         (socket.TCP_KEEPCNT, 4),
     ):
         lifeline.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -58,7 +58,7 @@ def run_job(world: World, pipeline_cls: type, config: BaseConfig) -> int:
         meeting = meet(world, config)
         if meeting is None:
             return 1
-        link, lifeline, hub = open_channel(meeting)
+        link, lifeline, hub = open_channel(meeting, config.node_timeout_s)
         rank = _Rank(meeting, link, lifeline, config)
     except Exception as error:  # the rank's edge: nobody else can end it yet
         text = Cause.of(error, "exception", world.rank, method="joining the job").render()

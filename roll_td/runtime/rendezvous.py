@@ -247,7 +247,9 @@ def join_collectives(meeting: Meeting) -> None:
     )
 
 
-def open_channel(meeting: Meeting) -> tuple[Connection, socket.socket, Hub | None]:
+def open_channel(
+    meeting: Meeting, node_timeout_s: int
+) -> tuple[Connection, socket.socket, Hub | None]:
     """This rank's link and lifeline to the driver, and on the driver's rank the hub."""
     world, layout = meeting.world, meeting.layout
     server = None
@@ -258,11 +260,12 @@ def open_channel(meeting: Meeting) -> tuple[Connection, socket.socket, Hub | Non
         meeting.store.put("driver", (addresses, server.getsockname()[1], token))
     addresses, port, token = meeting.store.take("driver")
     token = meeting.store.answer(token)  # the store can be read by who does not know the secret
-    link, lifeline = control.connect(addresses, port, token, world.rank)
+    link, lifeline = control.connect(addresses, port, token, world.rank, node_timeout_s)
     if server is None:
         return link, lifeline, None
     with server:
-        return link, lifeline, control.accept(server, token, world.world_size, JOIN_S)
+        hub = control.accept(server, token, world.world_size, JOIN_S, node_timeout_s)
+        return link, lifeline, hub
 
 
 def _own_addresses(world: World, num_nodes: int) -> list[str]:

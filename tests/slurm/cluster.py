@@ -21,7 +21,8 @@ START_S = 120
 class Slurm:
     """A cluster that is up."""
 
-    conf: str
+    folder: Path
+    """What start_slurm.sh has made."""
     mode: str
     """netns, shared or plain: how its nodes are told apart."""
     bin: Path
@@ -44,11 +45,32 @@ class Slurm:
     def env(self) -> dict[str, str]:
         mine = ("SLURM_", "ROLL_TD_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "TORCHELASTIC")
         env = {k: v for k, v in os.environ.items() if not k.startswith(mine)}
-        env |= {"SLURM_CONF": self.conf, "OMP_NUM_THREADS": "1"}
+        env |= {"SLURM_CONF": str(self.folder / "etc/slurm.conf"), "OMP_NUM_THREADS": "1"}
         env["PATH"] = f"{self.bin}:{env['PATH']}"
+        env["PYTHONPATH"] = str(Path(__file__).parents[1] / "dist")
         if self.mode != "netns":  # there all nodes have this machine's network
             env["GLOO_SOCKET_IFNAME"] = "lo"
         return env
+
+    def link(self, node: str, state: str) -> None:
+        """Set the network of a node `up` or `down`."""
+        text = '. "$0/env.sh"; slurm_link "$1" "$2"'
+        subprocess.run(["bash", "-c", text, self.folder, node, state], check=True, timeout=20)
+
+    def daemon(self, node: str) -> int:
+        """The pid of a node's slurmd."""
+        return int((self.folder / "pids" / f"slurmd-{node}").read_text().split()[0])
+
+    def processes_on(self, node: str) -> list[int]:
+        """All that runs on a node, its daemon first."""
+        daemon = self.daemon(node)
+        host = os.readlink(f"/proc/{daemon}/ns/uts")
+        found = [daemon]
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended
+                if os.readlink(folder / "ns/uts") == host and folder.name != str(daemon):
+                    found.append(int(folder.name))
+        return found
 
     def roll_td(self, *args: str, cwd: Path, ok: bool = True) -> str:
         """`roll-td …` in `cwd`; what it prints."""
@@ -76,9 +98,9 @@ class Job:
         shown = self.slurm.run("scontrol", "show", "job", self.number, "-o", cwd=Path("/"))
         return next(f.split("=", 1)[1] for f in shown.split() if f.startswith(f"{field}="))
 
-    def wait(self, *states: str) -> None:
+    def wait(self, *states: str, limit_s: float = START_S) -> None:
         """Wait until Slurm reports one of these states."""
-        self.until(lambda: self.show("JobState") in states, f"{states}")
+        self.until(lambda: self.show("JobState") in states, f"{states}", limit_s)
 
     def wait_for(self, text: str, start: int = 0) -> None:
         """Wait until a rank of a start of this job has said so."""
@@ -93,8 +115,14 @@ class Job:
         (path,) = (self.run_dir / "logs").glob(f"{self.number}_*_log.out")
         return path.read_text()
 
-    def until(self, condition: Callable[[], bool], what: str, limit_s: float = START_S) -> float:
-        """Wait for a condition; how long that took in seconds."""
+    def until(
+        self,
+        condition: Callable[[], bool],
+        what: str,
+        limit_s: float = START_S,
+        every_s: float = 0.2,
+    ) -> float:
+        """Wait for a condition, looked at every `every_s`; how long that took in seconds."""
         began = time.monotonic()
         while not condition():
             taken = time.monotonic() - began
@@ -110,20 +138,17 @@ class Job:
                 )
                 shown = self.slurm.run("scontrol", "show", "job", self.number, cwd=Path("/"))
                 raise AssertionError(f"not {what} after {limit_s} s: {shown}\n" + "\n".join(outs))
-            time.sleep(0.2)
+            time.sleep(every_s)
         return time.monotonic() - began
 
     def processes(self) -> list[int]:
         """The live processes of the job's ranks, on all nodes."""
-        found = []
-        for folder in Path("/proc").iterdir():
-            with contextlib.suppress(OSError):
-                env = (
-                    (folder / "environ").read_bytes().split(b"\0") if folder.name.isdigit() else []
-                )
-                if f"SLURM_JOB_ID={self.number}".encode() in env and any(
-                    e.startswith(b"ROLL_TD_SECRET=") for e in env
-                ):
+        found, job = [], f"SLURM_JOB_ID={self.number}".encode()
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended
+                env = (folder / "environ").read_bytes().split(b"\0")
+                told = any(e.startswith(b"ROLL_TD_SECRET=") for e in env)
+                if job in env and told and (folder / "comm").read_text() != "srun\n":
                     found.append(int(folder.name))
         return found
 

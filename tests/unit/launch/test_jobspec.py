@@ -66,13 +66,13 @@ def test_what_cannot_be_run_is_refused(wishes: Wishes, given: dict[str, Any], wo
         spec(wishes, **given)
 
 
-def test_an_interface_of_the_shell_is_checked_too() -> None:
+def test_k11_an_interface_of_the_shell_is_checked_too() -> None:
     with pytest.raises(ValueError, match="GLOO_SOCKET_IFNAME=fe80::1: is an address"):
         spec(environ={"GLOO_SOCKET_IFNAME": "fe80::1"})
     assert "GLOO_SOCKET_IFNAME" not in spec(environ={"GLOO_SOCKET_IFNAME": "eth0,ib0"}).env
 
 
-def test_three_minutes_with_a_lead_of_two_are_enough() -> None:
+def test_k03_three_minutes_with_a_lead_of_two_are_enough() -> None:
     assert spec(Wishes(time_min=3)).time_min == 3
 
 

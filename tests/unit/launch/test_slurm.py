@@ -174,7 +174,7 @@ def test_k04_only_usr2_asks_for_a_requeue_and_a_death_wins(
     ("squeue", "state"),
     [("echo RUNNING", "RUNNING"), ("exit 1", "COMPLETED"), ("true", "COMPLETED")],
 )
-def test_the_state_is_squeues_then_that_of_the_records(
+def test_k06_the_state_is_squeues_then_that_of_the_records(
     squeue: str, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, text in (("squeue", squeue), ("sacct", "printf 'JobID|State\\n77|COMPLETED\\n'")):

@@ -35,7 +35,12 @@ def app(nodes: int) -> str:
     (role,) = made.roles
     assert (made.name, role.num_replicas, role.max_retries) == ("try", nodes, 3)
     assert (role.resource.cpu, role.resource.gpu, role.resource.memMB) == (10, 4, 65536)
-    assert role.env == {"OMP_NUM_THREADS": "2", "ROLL_TD_SECRET": "s3cret"}
+    assert role.env == {
+        "OMP_NUM_THREADS": "2",
+        "ROLL_TD_NOTICES": "TERM",
+        "ROLL_TD_NOTICE_FILE": "runs/try/notice",
+        "ROLL_TD_SECRET": "s3cret",
+    }
     assert (role.entrypoint, role.args[0], role.image) == ("bash", "-c", "img")
     return str(role.args[1])
 
@@ -44,7 +49,8 @@ def test_a_node_is_a_replica_in_which_torchrun_starts_the_ranks() -> None:
     assert app(2) == (
         "ROLL_TD_RESTARTS=$${SLURM_RESTART_COUNT:-0} exec python -m torch.distributed.run "
         "--nnodes=2 --nproc-per-node=5 --max-restarts=1 --rdzv-backend=c10d --rdzv-id=${app_id} "
-        "--rdzv-endpoint=$${${rank0_env}:=localhost}:29500 -m roll_td a.yaml x=1 'y=a $$b'"
+        "--shutdown-timeout=120 --rdzv-endpoint=$${${rank0_env}:=localhost}:29500 "
+        "-m roll_td a.yaml x=1 'y=a $$b'"
     )
     assert "--local-addr=127.0.0.1 --rdzv-endpoint=localhost:0 -m" in app(1)
 

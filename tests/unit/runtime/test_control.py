@@ -16,6 +16,7 @@ from roll_td.runtime import control
 from roll_td.runtime.control import PREFIX, Connection, Frame, Hub, Kind
 
 TOKEN = "0123456789abcdef" * 2
+HERE = ["127.0.0.1"]
 
 
 @pytest.fixture
@@ -119,8 +120,8 @@ class Ranks:
         server = control.listen()
         port = server.getsockname()[1]
         with server:
-            lines = [control.connect(["127.0.0.1"], port, TOKEN, r) for r in reversed(range(size))]
-            self.hub = control.accept(server, TOKEN, size, 10)
+            lines = [control.connect(HERE, port, TOKEN, r, 30) for r in reversed(range(size))]
+            self.hub = control.accept(server, TOKEN, size, 10, 7)
         self.links, self.lifelines = zip(*reversed(lines), strict=True)
         self.heard: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
 
@@ -211,13 +212,14 @@ def test_only_the_lifeline_has_a_clock(two: Ranks) -> None:
     for link in (*two.links, *two.hub.connections):
         assert link.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
         assert link.sock.gettimeout() is None
-    for lifeline in (*two.lifelines, *two.hub.lifelines):
+    ends = [(end, 30) for end in two.lifelines] + [(end, 7) for end in two.hub.lifelines]
+    for lifeline, node_timeout_s in ends:
         assert lifeline.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         idle, every, count = (
             lifeline.getsockopt(socket.IPPROTO_TCP, o)
             for o in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
         )
-        assert idle + every * count == 8
+        assert idle + every * count == node_timeout_s
 
 
 def test_strangers_are_dropped_and_who_is_missing_is_named() -> None:
@@ -227,9 +229,9 @@ def test_strangers_are_dropped_and_who_is_missing_is_named() -> None:
         strangers[0].sendall(control.HELLO.pack(b"x" * 32, 1, 0))
         strangers[1].sendall(control.HELLO.pack(TOKEN.encode(), 7, 0))
         strangers[2].close()
-        lines = control.connect(["127.0.0.1"], port, TOKEN, 0)
+        lines = control.connect(HERE, port, TOKEN, 0, 30)
         with pytest.raises(TimeoutError, match=r"ranks \[1\] of 2 did not join within 0 s"):
-            control.accept(server, TOKEN, 2, 0.2)
+            control.accept(server, TOKEN, 2, 0.2, 30)
         for stranger in strangers[:2]:
             assert stranger.recv(1) == b""
             stranger.close()
@@ -240,10 +242,10 @@ def test_strangers_are_dropped_and_who_is_missing_is_named() -> None:
 def test_connect_takes_the_first_address_that_can_be_reached() -> None:
     with control.listen() as server:
         port = server.getsockname()[1]
-        link, lifeline = control.connect(["nowhere.invalid", "127.0.0.1"], port, TOKEN, 0)
-        hub = control.accept(server, TOKEN, 1, 5)
+        link, lifeline = control.connect(["nowhere.invalid", *HERE], port, TOKEN, 0, 30)
+        hub = control.accept(server, TOKEN, 1, 5, 30)
     assert isinstance(hub, Hub)
     for end in (link, lifeline, *hub.connections, *hub.lifelines):
         end.close()
     with pytest.raises(ConnectionError, match=r"rank 3 can't reach the driver on port .*: nowhere"):
-        control.connect(["nowhere.invalid"], port, TOKEN, 3)
+        control.connect(["nowhere.invalid"], port, TOKEN, 3, 30)

@@ -128,10 +128,13 @@ def test_a_port_that_is_taken_is_named() -> None:
 
 
 def test_the_channel_joins_every_rank_to_the_driver() -> None:
+    meetings = []  # the store ends with that of rank 0
+
     def join(world: World) -> Any:
         meeting = meet(world, config())
         assert meeting is not None
-        return open_channel(meeting)
+        meetings.append(meeting)
+        return open_channel(meeting, node_timeout_s=30)
 
     lines = at_once(worlds(3), join)
     hubs = [hub for _, _, hub in lines]
@@ -207,7 +210,7 @@ def test_who_reads_the_store_cannot_answer_the_driver() -> None:
     assert len({ours.answer("a" * 32), ours.answer("b" * 32), theirs.answer("a" * 32)}) == 3
 
 
-def test_hosts_that_would_wait_at_their_own_loopback_are_named(
+def test_k11_hosts_that_would_wait_at_their_own_loopback_are_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     here = RankPlace(0, 0, "a", "10.0.0.1", None, 1, True)
