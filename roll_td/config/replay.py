@@ -58,6 +58,9 @@ def write_replay_config(run_dir: str, step: int, sample: int | None) -> Path:
         if isinstance(role, dict) and "worker_cls" in role:
             role |= {"world_size": 1, "num_gpus_per_worker": 1}
             role["device_mapping"] = None if role["device_mapping"] is None else [0]
+            if role["strategy_args"] is not None:
+                role["strategy_args"]["strategy_config"].pop("fsdp_size", None)
+    config.pop("scheduling", None)  # nothing is generated, so roles may share a device
     config |= {
         "pipeline_cls": "roll_td.pipelines.replay.ReplayPipeline",
         "config_cls": None,

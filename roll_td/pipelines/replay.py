@@ -100,12 +100,13 @@ class ReplayPipeline(BasePipeline):
 
     def log_probs_again(self, batch: DataProto) -> Iterator[Compared]:
         """What the trainer says of the tokens, beside what it and the engine said, and what the
-        reference says."""
+        reference says. The engine counts where it had the same weights."""
         tokens, mask = batch.select(["input_ids", "lengths"]), batch["response_mask"]
         again = self.actor_train.compute_log_probs(tokens, "log_probs", self.temperature)
-        for name, tolerance in (("old_log_probs", NEAR), ("infer_log_probs", ABOUT)):
-            if name in batch:
-                yield self.compared("log-probs", name, again["log_probs"], tolerance, mask)
+        if "old_log_probs" in batch:
+            yield self.compared("log-probs", "old_log_probs", again["log_probs"], NEAR, mask)
+        same = mask & (batch["weight_version"] == self.record.step + 1)
+        yield self.compared("log-probs", "infer_log_probs", again["log_probs"], ABOUT, same)
         if self.reference is not None:
             again = self.reference.compute_log_probs(tokens, "log_probs", self.temperature)
             yield self.compared("log-probs", "ref_log_probs", again["log_probs"], NEAR, mask)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from roll_td.rewards.extract import after_thinking, last_box
 
 _WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
 _SAID = re.compile(
-    r"(?i:answer|choice|option)(?:\s+(?i:is|would\s+be|should\s+be)|\s*:)\s*:?\s*"
-    r"\**\s*(?i:option\s+|choice\s+)?[(\[\"']?([A-Z]|[a-z](?!\s+[a-z]))(?![A-Za-z'\u2019])"
+    r"(?i:answer|choice|option)(?:\s++(?i:is|would\s+be|should\s+be)|\s*+:)\s*+:?\s*+"
+    r"\**+\s*+(?i:option\s+|choice\s+)?[(\[\"']?([A-Z]|[a-z](?!\s+[a-z]))(?![A-Za-z'\u2019])"
 )
 """The last of "answer is (B)", "Answer: **b**", "the correct option is B" and the like."""
 _MARKED = re.compile(r"\(([A-Z])\)|\[([A-Z])\]|\*\*\(?([A-Z])[).:]?\)?\*\*")
-_LINE = re.compile(r"^\s*(?:option\s+)?([A-Z])\s*(?:[).:].*)?$", re.MULTILINE)
+_LINE = re.compile(r"^[^\S\n]*+(?:option\s++)?([A-Z])[^\S\n]*+(?:[).:].*)?$", re.MULTILINE)
 _ALONE = re.compile(r"(?<![A-Za-z0-9'\u2019.-])([B-HJ-Z]|[AI](?![ ]+[a-z]))(?![A-Za-z0-9'\u2019-])")
 """A capital letter that is no word: not the article, not the pronoun."""
 _SINGLE = re.compile(r"(?<![A-Za-z0-9])([A-Z])(?![A-Za-z0-9'\u2019])")
@@ -39,8 +39,8 @@ def multiple_choice_options(
 ) -> float | None:
     """As multiple_choice, with the texts of the options: the ground truth may be one of them, and
     so may what is in a box or, as a whole, the response. A number that is the text of an option is
-    that text."""
-    texts = [_plain(str(option)) for option in options]
+    that text. TypeError for options that are no list."""
+    texts = _texts(options)
     right = _right(ground_truth, texts)
     if right is None:
         return None
@@ -59,7 +59,13 @@ def letter_exists(ground_truth: object, *, letters: int) -> float | None:
 
 def option_exists(ground_truth: object, options: Sequence[object]) -> float | None:
     """1 if the ground truth is one of the options or names one, else None."""
-    return None if _right(ground_truth, [_plain(str(one)) for one in options]) is None else 1.0
+    return None if _right(ground_truth, _texts(options)) is None else 1.0
+
+
+def _texts(options: Sequence[object]) -> list[str]:
+    if isinstance(options, str | bytes | Mapping) or not isinstance(options, Iterable):
+        raise TypeError(f"options is {options!r:.80}: want a list of texts")
+    return [_plain(str(option)) for option in options]
 
 
 def _number(ground_truth: object, count: int) -> int | None:

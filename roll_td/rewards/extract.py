@@ -16,16 +16,16 @@ def last_box(text: str) -> str | None:
     """What is in the last \\boxed{…} or \\fbox{…} whose braces balance; of nested ones the outer.
     None if there is none. Takes time in proportion to the text's length."""
     opened: list[int | None] = []
-    found = None
+    found: tuple[int, int] | None = None
     for token in _TOKEN.finditer(text):
         if token[0] == "}":
             start = opened.pop() if opened else None
-            found = found if start is None else text[start : token.start()]
+            found = found if start is None else (start, token.start())
         elif token[0] == "{":
             opened.append(None)
         elif token[0].endswith("{") and len(token[0]) > 2:
             opened.append(token.end())
-    return found
+    return None if found is None else text[found[0] : found[1]]
 
 
 def last_fenced_block(text: str) -> str | None:
@@ -54,8 +54,8 @@ def last_integer(text: str) -> str:
 
 def ground_truth_text(ground_truth: object, after: str | None) -> str:
     """A ground truth (a text or a number) as text, from the last `after` on if it has one; "" for
-    None. TypeError for another type."""
-    if ground_truth is None:
+    None and for NaN, which a table has where it has nothing. TypeError for another type."""
+    if ground_truth is None or ground_truth != ground_truth:
         return ""
     if not isinstance(ground_truth, str | int | float):
         given = f"ground_truth is {ground_truth!r:.80} ({type(ground_truth).__name__})"

@@ -19,6 +19,8 @@ RELATIONS = ("less than", "at least")
 ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 """Of constrained_response."""
 
+_KINDS: dict[str, Any] = {"int": (int, float), "str": str, "Sequence[str]": (list, tuple)}
+"""Annotation of an argument → what it may be; a table makes floats of whole numbers."""
 _WORD = re.compile(r"\w+")
 _SENTENCE_END = re.compile(r"[.!?]+[\"'\u201d\u2019)\]]*(?=\s|$)")
 _NO_END = re.compile(
@@ -89,10 +91,12 @@ def nth_paragraph_first_word(
 ) -> bool:
     """Exactly so many paragraphs, with an empty line between them, of which the n-th, from 1,
     begins with a word, whatever its case."""
+    if nth_paragraph < 1:
+        raise ValueError(f"nth_paragraph {nth_paragraph}: want one from 1 on")
     parts = re.split(r"\n\n", response)
     if sum(1 for part in parts if part.strip()) != num_paragraphs or nth_paragraph > len(parts):
         return False
-    words = parts[nth_paragraph - 1].split()
+    words = parts[int(nth_paragraph) - 1].split()
     first = re.match(r"[^.,?!'\"]*", words[0].lstrip("'\"")) if words else None
     return first is not None and first[0].lower() == first_word.lower()
 
@@ -259,6 +263,9 @@ def _asked(
     names: Sequence[str], kwargs: Sequence[Any] | str
 ) -> list[tuple[Callable[..., bool], dict[str, Any]]]:
     given = json.loads(kwargs) if isinstance(kwargs, str) else kwargs
+    if any(isinstance(one, str) or not isinstance(one, Sequence) for one in (names, given)):
+        told = f"instruction_id_list is {names!r:.80} and kwargs {given!r:.80}"
+        raise ValueError(f"{told}: want two lists, or for kwargs JSON text of one")
     if len(names) != len(given):
         raise ValueError(f"{len(names)} names and {len(given)} kwargs: want one of each")
     asked = []
@@ -269,10 +276,15 @@ def _asked(
         function = CONSTRAINTS[name]
         values = own if isinstance(own, Mapping) else {}
         arguments = {key: value for key, value in values.items() if value is not None}
-        wanted = set(inspect.signature(function).parameters) - {"response"}
+        parameters = inspect.signature(function).parameters
+        wanted = set(parameters) - {"response"}
         if arguments.keys() != wanted:
             raise ValueError(
                 f"instruction {name!r} takes {sorted(wanted)}, not {sorted(arguments)}"
             )
+        for key, value in arguments.items():
+            kind = parameters[key].annotation
+            if not isinstance(value, _KINDS[kind]):
+                raise ValueError(f"instruction {name!r} has {key}={value!r:.40}: want {kind}")
         asked.append((function, arguments))
     return asked

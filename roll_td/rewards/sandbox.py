@@ -4,18 +4,21 @@ With isolation `namespaces` (Linux 5.14 or newer; root, or any user where the ke
 namespaces) a program sees a file system of its own: the system's programs and Python's, read-only,
 and an empty folder in memory, which is all it can write to and is gone with it. It has no network,
 not even loopback, sees no other process and none of this one's environment, and has the rights of
-nobody. Time, memory, files and processes are limited, and all that it has started ends with it, and
-with this process.
+nobody; the kernel refuses it what would lead around this: other kinds of sockets, namespaces of its
+own, shared memory of System V, keys. Time, memory, files and processes are limited, and all that it
+has started ends with it, and with this process.
 
 With `limits` there are the limits alone, and root's programs run as nobody: a program can read and
 write what its user may, use the network, and signal processes of its user; its folder and what it
 has started may stay if this process is killed.
 
 Neither protects from faults of the kernel itself. Memory is limited for each process, not for all
-of a program's together. What runs tests shares the interpreter with what they test: a program made
-to look for it can find how results are told (a random number, made anew for each program), or give
-back objects that are equal to anything; one that only ends early, prints or guesses can't. Programs
-whose output is compared are judged from outside.
+of a program's together, and files that are in memory alone count as files. Without root `limits`
+counts all processes of the user, so that a program may get fewer than it may have. What runs tests
+shares the interpreter with what they test: a program made to look for it can find how results are
+told (a random number, made anew for each program), or give back objects that are equal to anything;
+one that only ends early, prints, guesses or replaces builtins can't. Programs whose output is
+compared are judged from outside.
 """
 
 from __future__ import annotations

@@ -85,3 +85,28 @@ def test_a_step_is_done_again_and_what_differs_is_found(tmp_path: Path) -> None:
     assert f"first difference: advantages, advantages of {name}, token {token}: recorded" in out
     assert "no weights, so no log-probs and losses" in out
     assert {stage for stage, _ in rows(out)} == {"rewards", "scores", "advantages"}
+
+
+@pytest.mark.timeout(300)
+def test_a_step_that_was_answered_ahead_is_done_again(tmp_path: Path) -> None:
+    config = write_rlvr(
+        tmp_path,
+        max_steps=2,
+        save_steps=1,
+        keep_checkpoints=None,
+        eval_steps=None,
+        record_steps=1,
+        max_refills=0,
+        algorithm={"importance_weights": {"cap": 2.0}},
+        scheduling={"async_generation_ratio": 1.0},
+        actor_train={"device_mapping": [0], "training": {"learning_rate": 1.0e-2}},
+        actor_infer={
+            "device_mapping": [1],
+            "generation": {"num_return_sequences": 3, "max_new_tokens": 6},
+        },
+    )
+    finish(config, "run")
+    out = replayed(tmp_path / "run", 1)
+    assert "no difference" in out, out
+    (engine,) = [line.split() for line in out.splitlines() if "infer_log_probs" in line]
+    assert engine[2] == "0", "the engine had the weights of the step before"

@@ -263,6 +263,33 @@ def test_a_function_of_the_users_own(workdir: Path) -> None:
         assert message in str(caught.value)
 
 
+NAMED = [
+    (cls, name)
+    for cls in (AdvantageArgs, PolicyLossArgs, PreferenceLossArgs, DivergenceArgs)
+    for name in cls.table
+]
+
+
+@pytest.mark.parametrize(("cls", "name"), NAMED, ids=[name for _, name in NAMED])
+def test_every_setting_of_every_function_is_taken_and_no_other(cls: Any, name: str) -> None:
+    fields = dataclasses.fields(cls.table[name].settings_cls)
+    settings = {f.name: 0.5 if f.default is dataclasses.MISSING else f.default for f in fields}
+    assert cls(name, settings).arguments == settings
+    with pytest.raises(ConfigError, match=r"settings\.level_of_it: is not a key"):
+        cls(name, settings | {"level_of_it": "token"})
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_gap_to_the_engine_is_weighed_and_bounded_at_every_level(level: str) -> None:
+    bounds = {"low": 0.5, "high": 2.0, "level": level}
+    made = config(importance_weights={"cap": 3.0, "level": level}, importance_filter=bounds)
+    assert made.importance_weights is not None and made.importance_filter is not None
+    assert vars(made.importance_weights) == {"cap": 3.0, "level": level}
+    assert vars(made.importance_filter) == bounds
+    (message,) = problems(importance_weights={"level": level, "clip": 2.0})
+    assert "importance_weights.clip: is not a key" in message
+
+
 def test_names_of_one_choice_are_not_those_of_another() -> None:
     with pytest.raises(ConfigError, match="'ppo': is none of grpo"):
         AdvantageArgs("ppo")

@@ -60,6 +60,8 @@ def run_of(folder: Path, **config: Any) -> Path:
         "actor_train": {"worker_cls": "a.B", "device_mapping": [0, 1, 2], "world_size": 3},
         "reward": {"worker_cls": "a.C", "device_mapping": None, "world_size": 2},
     }
+    for role in roles.values():
+        role["strategy_args"] = None
     given = {"pipeline_cls": REPLAYED, "num_nodes": 2, **roles, **config}
     (folder / "config.yaml").write_text(yaml.safe_dump(given))
     (folder / "records").mkdir(exist_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -92,3 +93,22 @@ def test_a_gold_that_is_no_option_is_no_score(gold: Any) -> None:
     assert multiple_choice_options("A", gold, CITIES) is None
     assert option_exists(gold, CITIES) is None
     assert multiple_choice_options("Rome", "Rome", ["Rome", "rome"]) is None, "which of the two?"
+
+
+@pytest.mark.parametrize("options", ["AB", '["Rome"]', {"A": "Rome"}, None, 3])
+def test_options_that_are_no_list_are_an_error(options: Any) -> None:
+    for judge in (
+        lambda: multiple_choice_options("A", "A", options),
+        lambda: option_exists(0, options),
+    ):
+        with pytest.raises(TypeError, match="want a list of texts"):
+            judge()
+
+
+@pytest.mark.parametrize(
+    "response", ["\n" * 10**6, "answer is" + " " * 10**6 + "!", "A\n " * 10**5, "answer " * 10**5]
+)
+def test_a_long_response_takes_no_time(response: str) -> None:
+    started = time.perf_counter()
+    assert multiple_choice(response, "B", letters=4) == 0
+    assert time.perf_counter() - started < 5  # 0.4 s measured; in square time it is minutes

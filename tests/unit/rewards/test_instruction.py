@@ -157,6 +157,15 @@ def test_all_or_the_share_that_is_kept() -> None:
         (["punctuation:no_comma"], [{"n": 1}], r"takes \[\], not \['n'\]"),
         ([K + "existence"], [{"keywords": None}], r"takes \['keywords'\], not \[\]"),
         (["punctuation:no_comma"], [], "1 names and 0 kwargs"),
+        (None, None, "instruction_id_list is None and kwargs None: want two lists"),
+        ("punctuation:no_comma", [{}], "want two lists"),
+        ([K + "existence"], [{"keywords": "abc"}], r"keywords='abc': want Sequence\[str\]"),
+        ([L + "number_words"], [{"num_words": "3", "relation": "at least"}], "num_words='3': want"),
+        (
+            [L + "nth_paragraph_first_word"],
+            [{"num_paragraphs": 1, "nth_paragraph": -2, "first_word": "a"}],
+            "nth_paragraph -2: want one from 1 on",
+        ),
         (
             [L + "number_words"],
             [{"num_words": 3, "relation": "at most"}],

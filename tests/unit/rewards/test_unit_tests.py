@@ -97,6 +97,11 @@ HARMFUL = {
     "ends at once": "import os; os._exit(0)",
     "ends when it is tested": "def f(): import sys; sys.exit(0)",
     "ends at once when it is tested": "import os\ndef f(): os._exit(0)",
+    "replaces what runs the tests": "import builtins, __main__, os\n"
+    "for name in ('exec', 'compile', 'bytes', 'vars'):\n"
+    "  for module in (builtins, __main__): setattr(module, name, lambda *a: '')\n"
+    "write = os.write\nos.write = lambda fd, b: write(fd, bytes(b[:-1]) + b'\\x01')\n"
+    "def f(): return 2",
     "prints what passing looks like": "print('1 passed'); print('[true]'); raise SystemExit",
     "writes to all files it has": "import os\nfor fd in range(64):\n"
     "  try: os.write(fd, b'1' * 17)\n  except OSError: pass\nos._exit(0)",
@@ -117,6 +122,12 @@ HARMFUL = {
     "sleeps": "import time; time.sleep(60)",
     "makes the system writable": LIBC + "assert libc.mount(None, b'/usr', None, 0x1020, None) == 0",
     "takes the system off": LIBC + "assert libc.umount2(b'/usr', 2) == 0",
+    "makes itself root of a namespace": LIBC + "assert libc.unshare(0x10000000) == 0",
+    "does so by a process": LIBC + "assert libc.syscall({clone}, 0x10000000 | 17, 0, 0, 0, 0) >= 0",
+    "shares memory that no limit counts": LIBC + "assert libc.shmget(0, 4096, 0o1600) >= 0",
+    "looks for keys": LIBC + "assert libc.syscall({keyctl}, 0, -3, 0) >= 0",
+    "calls the machine's own host": "import socket; socket.socket(40, 1)",
+    "fills memory with empty files": "for n in range(20_000): open(f'own{{n}}', 'w')",
 }
 
 
@@ -135,7 +146,9 @@ def test_g13_what_a_program_can_not_do(  # G13
     (tmp_path / "secret").chmod(0o666)
     began, before = time.monotonic(), set(psutil.Process().children(recursive=True))
     with socket.create_server(("127.0.0.1", 0)) as server:
+        keyctl, clone = (250, 56) if os.uname().machine == "x86_64" else (219, 220)
         facts = {"outside": tmp_path, "port": server.getsockname()[1], "parent": os.getpid()}
+        facts |= {"keyctl": keyctl, "clone": clone}
         assert score_of(RIGHT + HARMFUL[what].format(**facts), TESTS) == 0
         server.settimeout(0.01)
         with pytest.raises(TimeoutError):
@@ -167,7 +180,7 @@ def test_g13_nothing_that_a_program_starts_outlives_it() -> None:  # G13
     )
     (ran,) = run_programs(program, [""], LIMITS, 100)
     assert ran.output == "out\n" and ran.status == 0
-    assert not sleeping("77.25")
+    wait_until(lambda: not sleeping("77.25"))
 
 
 def test_g13_it_ends_with_the_process_that_asked(tmp_path: Path) -> None:  # G13
@@ -312,7 +325,9 @@ def test_g13_it_needs_no_root(isolation: str, tmp_path: Path) -> None:  # G13
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
-    assert not sleeping("79.25") and not Path("/tmp/roll-td-outside").exists()
+    # others on this machine may run this test, too: theirs is gone in a moment, what is left stays
+    wait_until(lambda: not sleeping("79.25"))
+    assert not Path("/tmp/roll-td-outside").exists()
 
 
 def test_tests_are_told_by_a_number_that_is_made_anew() -> None:

@@ -1,0 +1,62 @@
+"""The config of a replay: that of the run, on one rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from roll_td.config.load import load, resolved_yaml
+from roll_td.config.replay import record_path, write_replay_config
+from roll_td.config.rlvr import RLVRConfig
+
+ROOT = Path(__file__).parents[3]
+
+
+def run_of(folder: Path, *overrides: str) -> str:
+    """A folder of a run of the shipped config with a record of step 3."""
+    config = load(ROOT / "configs" / "rlvr" / "ppo.yaml", overrides)
+    (folder / "config.yaml").write_text(resolved_yaml(config), encoding="utf-8")
+    record_path(folder, 3).parent.mkdir()
+    record_path(folder, 3).touch()
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        (
+            "num_nodes=2",
+            "num_gpus_per_node=4",
+            "actor_train.device_mapping=0-3",
+            "actor_train.strategy_args.strategy_name=fsdp2_train",
+            "actor_train.strategy_args.strategy_config={fsdp_size: 2}",
+            "actor_infer.device_mapping=4-7",
+            "actor_infer.num_gpus_per_worker=2",
+            "actor_infer.strategy_args={strategy_name: vllm}",
+            "critic.device_mapping=0-3",
+            "scheduling.async_generation_ratio=1",
+        ),
+    ],
+    ids=["as shipped", "on many devices, ahead of training"],
+)
+def test_any_run_fits_on_one_rank(
+    overrides: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    made = load(write_replay_config(run_of(tmp_path, *overrides), 3, None))
+    assert isinstance(made, RLVRConfig)
+    roles = (made.actor_train, made.actor_infer, made.critic)
+    assert [role.device_mapping for role in roles if role is not None] == [[0]] * 3
+    assert (made.num_nodes, made.num_gpus_per_node) == (1, 1)
+    assert made.scheduling.async_generation_ratio == 0
+
+
+def test_what_is_not_there_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"is no folder of a run: it has no config\.yaml"):
+        write_replay_config(str(tmp_path), 3, None)
+    monkeypatch.chdir(ROOT)
+    run = run_of(tmp_path)
+    with pytest.raises(ValueError, match="no record of step 4: there are 3; see record_steps"):
+        write_replay_config(run, 4, None)
