@@ -36,7 +36,7 @@ class Report:
     table: str
     """The placement, then the memory of each role; empty if there is none."""
     warnings: tuple[str, ...]
-    """What is allowed but slow."""
+    """What is allowed but slow, or can't be checked."""
     problems: tuple[Problem, ...]
     """What keeps the config from running."""
 
@@ -58,11 +58,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def check(config: str, overrides: Sequence[str]) -> Report:
     """Everything that can be told of a config without starting a rank."""
     checked = check_config(config, overrides)
-    problems = [*checked.problems, *_class_problems(checked)]
+    further, unchecked = _further_problems(checked.roles)
+    problems = [*checked.problems, *_class_problems(checked), *further]
     if checked.config is not None:
         problems += checked.config.file_problems()
     if checked.size is None:
-        return Report(None, "", (), tuple(problems))
+        return Report(None, "", tuple(unchecked), tuple(problems))
     size = checked.size
     places = planned_places(size.num_nodes, size.num_gpus_per_node, size.num_cpu_ranks_per_node)
     layout = world_layout(places, size.num_nodes, size.num_gpus_per_node)
@@ -74,7 +75,8 @@ def check(config: str, overrides: Sequence[str]) -> Report:
         tables += [memory_table(taken), *unknown]
         problems += memory_problems(checked.config, taken)
     table = "\n\n".join(table for table in tables if table)
-    return Report(size, table, (*layout.warnings, *warnings), (*problems, *misplaced))
+    warnings = [*layout.warnings, *warnings, *unchecked]
+    return Report(size, table, tuple(warnings), (*problems, *misplaced))
 
 
 def _place_all(
@@ -107,6 +109,20 @@ def _class_problems(checked: Checked) -> list[Problem]:
             rule, _, fix = str(error).rpartition("; ")
             problems.append(Problem(key, repr(path), rule, fix))
     return problems
+
+
+def _further_problems(roles: Mapping[str, WorkerConfig]) -> tuple[list[Problem], list[str]]:
+    """Of the arguments that roles give to engines; and of which roles it can't be told."""
+    problems, unchecked = [], []
+    for section, role in roles.items():
+        found = [] if role.strategy_args is None else role.strategy_args.further_problems()
+        key = f"{section}.strategy_args.strategy_config"
+        if found is None:
+            unchecked.append(
+                f"{key}: the engine's arguments are not checked, as it is not installed here"
+            )
+        problems += [problem.under(key) for problem in found or []]
+    return problems, unchecked
 
 
 def _check(config: str, overrides: list[str]) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any, Literal
 
+from roll_td.config.classes import import_object
 from roll_td.config.schema import ConfigError, Problem, Reading, read
 
 
@@ -38,10 +40,26 @@ class MockConfig:
     """Shortest response."""
     max_tokens: int | None = None
     """Longest response; None: max_new_tokens of the generation."""
+    tail: float | None = None
+    """Exponent of the Pareto distribution that lengths have from min_tokens on, cut at the longest;
+    None: they are uniform."""
+    lengths_of: Literal["sample", "prompt"] = "sample"
+    """What a length is drawn for; prompt: all responses to one that ends with the same token have
+    the same."""
     vocab_size: int = 32
     """Response tokens are below this number."""
     fail_on_call: int | None = None
     """Number of the call, from 0, that raises; None: none does."""
+    token_s: float = 0.0
+    """Seconds that its engine takes for a token of each of its samples."""
+    slots: int = 64
+    """Samples that its engine has at work at once."""
+    fault: Literal["fail", "hang"] | None = None
+    """What the engine of one worker does when its time has come; None: nothing."""
+    fault_worker: int = 0
+    """That worker."""
+    fault_after: int = 0
+    """Answers that it gives before."""
 
 
 SET_FOR_VLLM = {
@@ -67,12 +85,15 @@ FIXED_FOR_VLLM = {
 @dataclass
 class VllmConfig:
     """An engine of vLLM on the devices of each worker, tensor-parallel over them. Further keys are
-    arguments of its EngineArgs, which the engine checks when it starts. On CPUs without saying
-    otherwise: enforce_eager, block_size 32, kv_cache_memory_bytes 1 GiB."""
+    arguments of its EngineArgs, by the names that the installed vLLM has. On CPUs without saying
+    otherwise: enforce_eager, block_size 32, kv_cache_memory_bytes 1 GiB, no chunked prefill."""
 
     sleep_level: Literal[1, 2] = 1
     """What offload_states gives up: 1 the keys and values, with the weights moved to host memory on
     a GPU; 2 the weights too, so that new ones have to come before the next answer."""
+    request_timeout_s: float = 1800.0
+    """Seconds after which an engine that is asked by one call for all, and ends no answer, counts
+    as hung: it is killed, and the job ends. Of single requests scheduling has its own."""
     engine_args: dict[str, Any] = field(default_factory=dict)
     """The further keys; one that is null is left out, which a variant of a config takes back with
     what it does not want."""
@@ -88,6 +109,9 @@ class VllmConfig:
             for key, why in FIXED_FOR_VLLM.items()
             if key in self.engine_args
         ]
+        if self.request_timeout_s <= 0:
+            given = repr(self.request_timeout_s)
+            problems.append(Problem("request_timeout_s", given, "must be above 0 seconds", ""))
         if problems:
             raise ConfigError(problems)
 
@@ -106,11 +130,16 @@ class Strategy:
     """Whether it is a TrainStrategy."""
     generates: bool = False
     """Whether it makes responses to prompts."""
+    serves: bool = False
+    """Whether it has an engine (open_engine) that takes further prompts while it generates."""
     memory: str | None = None
     """Dotted path of a pure function, (WorkerConfig, ModelConfig, ModelSize, Load) → RoleMemory, in
     a module without torch; None: it takes no memory to speak of."""
     further: str | None = None
     """Field of config_cls that takes the keys which are none of its own; None: these are errors."""
+    further_names: str | None = None
+    """Dotted path of a function, () → names that such keys may have, in a module without torch; it
+    gives None where they can't be told, and the engine checks them when it starts."""
 
 
 _APART = "roll_td.distributed.topology.apart"
@@ -133,6 +162,7 @@ STRATEGIES = {
         HfInferConfig,
         _APART,
         generates=True,
+        serves=True,
         memory=f"{_MEMORY}hf",
     ),
     "vllm": Strategy(
@@ -140,10 +170,21 @@ STRATEGIES = {
         VllmConfig,
         _APART,
         generates=True,
+        serves=True,
         further="engine_args",
+        further_names="roll_td.config.vllm.engine_arguments",
     ),
-    "mock_infer": Strategy("roll_td.strategies.mock.MockInfer", MockConfig, _APART, generates=True),
+    "mock_infer": Strategy(
+        "roll_td.strategies.mock.MockInfer", MockConfig, _APART, generates=True, serves=True
+    ),
 }
+
+
+def unknown_argument(key: str, value: object, names: Iterable[str]) -> Problem:
+    """Of an engine that has arguments of these names."""
+    near = get_close_matches(key, names, 1)
+    fix = f"did you mean {near[0]}?" if near else "leave it out"
+    return Problem(key, repr(value), "the engine has no such argument", fix)
 
 
 @dataclass
@@ -174,6 +215,17 @@ class StrategyArgs:
     def settings(self) -> Any:
         """strategy_config as an object of the row's config_cls."""
         return self._read().value
+
+    def further_problems(self) -> list[Problem] | None:
+        """Keys that `further` has taken and that are no names of the engine's; None: can't be told
+        here."""
+        if self.row.further is None or self.row.further_names is None:
+            return []
+        names = import_object(self.row.further_names)()
+        if names is None:
+            return None
+        given = getattr(self.settings, self.row.further)
+        return [unknown_argument(key, given[key], names) for key in given if key not in names]
 
     def _read(self) -> Reading[Any]:
         given, further = self.strategy_config, self.row.further

@@ -11,6 +11,7 @@ import pytest
 from huggingface_hub import constants
 
 from roll_td.cli import main
+from roll_td.config import strategies, vllm
 
 REPOSITORY = Path(__file__).parents[2]
 TRANSFORM = REPOSITORY / "configs" / "transform" / "transform.yaml"
@@ -83,6 +84,20 @@ def test_overrides_and_warnings(config: str, capsys: pytest.CaptureFixture[str])
     assert "warning: driver shares rank 0 with device 0" in out
     assert "warning: math has 1 workers on CPUs and shares ranks with the driver" in out
     assert "ranks to start: 2 (" in out
+
+
+def test_arguments_of_an_engine_where_it_is_installed(
+    config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = "actor.strategy_args.strategy_config"
+    given = ["actor.strategy_args.strategy_name=vllm", f"{key}.max_modellen=3"]
+    monkeypatch.setattr(vllm, "find_spec", lambda name: None)
+    assert main(["check", config, *given]) == 0
+    assert f"warning: {key}: the engine's arguments are not checked" in capsys.readouterr().out
+    monkeypatch.setattr(strategies, "import_object", lambda path: lambda: {"max_model_len"})
+    assert main(["check", config, *given]) == 1
+    wrong = f"{key}.max_modellen=3: the engine has no such argument; did you mean max_model_len?"
+    assert wrong in capsys.readouterr().out
 
 
 def test_every_problem_and_the_placement_of_the_rest(

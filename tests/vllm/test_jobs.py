@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import pytest
 import yaml
 
 from tests.dist.harness import HERE as DIST
 from tests.dist.harness import Ended, roll_td_run, write_config
+from tests.dist.test_async import lines, spans, write_async
 from tests.dist.test_rlvr import write_rlvr
 from tests.vllm.conftest import ENGINE, HERE, NEEDS_VLLM
 
@@ -19,9 +21,9 @@ START_S = 280
 """How long a job may take on a busy machine."""
 
 
-def finish(config: Path) -> Ended:
+def finish(config: Path, *overrides: str) -> Ended:
     path = f"{DIST}:{HERE}:{HERE.parents[1]}"
-    ended = roll_td_run(config, PYTHONPATH=path).finish(START_S)
+    ended = roll_td_run(config, *overrides, PYTHONPATH=path).finish(START_S)
     assert ended.code == 0, ended.out
     return ended
 
@@ -74,3 +76,89 @@ def test_grpo_learns(tmp_path: Path) -> None:
     rewards = [line["reward/mean"] for line in lines if "reward/mean" in line]
     assert len(rewards) == 25
     assert mean(rewards[:3]) < 0.2 and mean(rewards[-3:]) > 0.6, rewards
+
+
+def write_answers(folder: Path, strategy: str, scheduling: dict[str, Any], **sampled: Any) -> Path:
+    """It learns on rank 0 from answers of rank 1, which are in answers.jsonl."""
+    folder.mkdir()
+    engine = ENGINE if strategy == "vllm" else {}
+    config = write_async(
+        folder,
+        scheduling,
+        pipeline_cls="vllm_scenarios.Recorded",
+        reference=None,
+        algorithm={
+            "scores": {"mean": "running", "std": "running"},
+            "advantage": {"name": "reinforce"},
+        },
+        max_steps=4,
+        save_steps=None,
+        eval_steps=None,
+        actor_train={
+            "device_mapping": [0],
+            "worker_cls": "vllm_scenarios.StrongActor",
+            "training": {"learning_rate": 1.0e-3},
+        },
+        actor_infer={
+            "device_mapping": [1],
+            "strategy_args": {"strategy_name": strategy, "strategy_config": engine},
+            "generation": {"max_new_tokens": 20} | sampled,
+        },
+    )
+    given = yaml.safe_load(config.read_text())
+    given["model"]["config"] |= {"head_dim": 32, "max_position_embeddings": 64}
+    config.write_text(yaml.safe_dump(given))
+    return config
+
+
+@pytest.mark.timeout(400)
+def test_one_by_one_its_answers_are_those_of_hf_infer(tmp_path: Path) -> None:
+    """Greedy, over four updates."""
+    runs = []
+    for strategy, scheduling in (("hf_infer", {}), ("vllm", {"deterministic": False})):
+        folder = tmp_path / strategy
+        finish(write_answers(folder, strategy, scheduling, temperature=0), "exp_name=run")
+        runs.append(lines(folder / "run" / "answers.jsonl"))
+    seen = {str(line["tokens"]) for line in runs[0]}
+    assert len(seen) > 8 and [line["versions"][0] for line in runs[0][::4]] == [1, 2, 3, 4]
+    for wanted, line in zip(*runs, strict=True):
+        assert line | {"log_probs": []} == wanted | {"log_probs": []}
+        assert line["log_probs"] == pytest.approx(wanted["log_probs"], abs=1e-4)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("in_flight", ["keep", "abort"])
+def test_it_answers_while_it_trains(in_flight: str, tmp_path: Path) -> None:
+    scheduling = {"async_generation_ratio": 1.0, "in_flight": in_flight}
+    folder = tmp_path / "ahead"
+    finish(write_answers(folder, "vllm", scheduling, num_return_sequences=3), "exp_name=run")
+    answers = lines(folder / "run" / "answers.jsonl")
+    assert [line["group"] for line in answers[::3]] == list(range(16))
+    for line in answers:
+        assert line["versions"] == sorted(line["versions"])
+        assert set(line["versions"]) <= {line["step"], line["step"] + 1} - {0}
+    metrics = [line for line in lines(folder / "run" / "metrics.jsonl") if "actor/loss" in line]
+    assert [line["staleness/max"] for line in metrics] == [0, 1, 1, 1]
+    names = ("actor_infer.engine", "actor_train.train_step")
+    engine, train = (spans(folder / "run", name) for name in names)
+    assert any(a[0] < b[1] and b[0] < a[1] for a in engine for b in train), "it waited"
+
+
+@pytest.mark.timeout(400)
+def test_an_engine_that_hangs_is_killed_and_others_take_over(tmp_path: Path) -> None:
+    scheduling = {
+        "deterministic": False,
+        "request_timeout_s": 20.0,
+        "on_engine_failure": "reroute",
+    }
+    folder = tmp_path / "hangs"
+    config = write_answers(folder, "vllm", scheduling, num_return_sequences=3)
+    given = yaml.safe_load(config.read_text())
+    given["actor_infer"] |= {"device_mapping": [1, 2], "worker_cls": "vllm_scenarios.Hanging"}
+    config.write_text(yaml.safe_dump(given))
+    ended = finish(config, "exp_name=run")
+    assert "worker 1 of actor_infer, rank 2" in ended.out and "others take over" in ended.out
+    assert "request_timeout_s is 20" in ended.out
+    answers = lines(folder / "run" / "answers.jsonl")
+    assert [line["group"] for line in answers[::3]] == list(range(16))
+    assert all(set(line["versions"]) == {line["step"] + 1} for line in answers)

@@ -101,7 +101,7 @@ def start() -> EngineProcess:
 @pytest.mark.timeout(240)
 def test_an_engine_that_cannot_start_or_go_on_says_why(tmp_path: Path) -> None:
     process = start()
-    wrong = r"worker 1: strategy_config.max_modellen: vLLM \S+ has no .* nearest: max_model_len"
+    wrong = r"worker 1: strategy_config.max_modellen=3: .* no such .* did you mean max_model_len"
     with pytest.raises(ValueError, match=wrong):
         process.call("start", {"max_modellen": 3}, timeout_s=100)
     with pytest.raises(RuntimeError, match="worker 1: Traceback"):
@@ -133,6 +133,20 @@ def test_b15_an_engine_that_hangs_or_is_killed_is_named() -> None:
         waiting.result(10)
     with pytest.raises(RuntimeError, match="ended with signal SIGKILL"):
         process.call("wake_up", timeout_s=1)
+    assert not process.folder.exists()
+
+
+@pytest.mark.timeout(60)
+def test_one_that_is_silent_while_answers_are_waited_for_is_killed() -> None:
+    process = start()
+    os.kill(process.process.pid, signal.SIGSTOP)
+    waiting = process.submit("generate", [([1], {}), ([2], {})])
+    with pytest.raises(
+        TimeoutError, match=r"worker 1: .* given no answer for 0\.3 s, strategy_con"
+    ):
+        process.wait(waiting[0], 0.3)
+    with pytest.raises(RuntimeError, match="ended with signal SIGKILL"):
+        process.wait(waiting[1], 10)
     assert not process.folder.exists()
 
 

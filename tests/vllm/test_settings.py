@@ -24,7 +24,9 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 def test_further_settings_are_the_engines() -> None:
     given = {"sleep_level": 2, "max_model_len": 512, "gpu_memory_utilization": None}
-    assert StrategyArgs("vllm", given).settings == VllmConfig(2, {"max_model_len": 512})
+    assert StrategyArgs("vllm", given).settings == VllmConfig(
+        sleep_level=2, engine_args={"max_model_len": 512}
+    )
 
 
 def test_settings_that_others_say_are_refused() -> None:
@@ -35,6 +37,7 @@ def test_settings_that_others_say_are_refused() -> None:
         "strategy_config.sleep_level=3: must be one of 1, 2",
     ]
     del given["sleep_level"]
+    given["request_timeout_s"] = 0
     with pytest.raises(ConfigError) as raised:
         StrategyArgs("vllm", given)
     assert str(raised.value).splitlines() == [
@@ -43,6 +46,7 @@ def test_settings_that_others_say_are_refused() -> None:
         "num_gpus_per_worker",
         "strategy_config.load_format='auto': is fixed: weights come from the worker's rank; leave "
         "it out",
+        "strategy_config.request_timeout_s=0.0: must be above 0 seconds",
     ]
 
 

@@ -1,17 +1,25 @@
-"""A pipeline that checks engines' answers from inside a job, after each of ten weight updates."""
+"""Pipelines that check engines' answers from inside a job, after each of ten weight updates, or
+leave them in a file."""
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 from dataclasses import replace
 
 import torch
 from training_scenarios import FIELDS, TRAINING, Roles, Trainer, recorded_batch
 
-from roll_td import BasePipeline, Dispatch, get, register
+from roll_td import BasePipeline, Dispatch, get, register, register_request
 from roll_td.config.model import GenerationConfig, ModelConfig
 from roll_td.config.model_update import ModelUpdateConfig
 from roll_td.models import load_model
+from roll_td.pipelines.rlvr import RLVRPipeline
 from roll_td.weights.update import Pair
+from roll_td.workers.actor import ActorWorker
+from roll_td.workers.generation import GenerationWorker
+from tests.vllm.conftest import strong
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 MODEL = ModelConfig(config=FIELDS | SIZES | {"tie_word_embeddings": True})
@@ -81,3 +89,34 @@ class TenUpdates(BasePipeline):
             assert ids[mask].tolist() == tokens, what
             worst = float((log_probs[mask] - own).abs().max())
             assert worst <= 1e-4, (what, worst)
+
+
+class StrongActor(ActorWorker):
+    """Of a model that doesn't say the same to all."""
+
+    model_provider = staticmethod(strong)
+
+
+class Hanging(GenerationWorker):
+    """The engine of worker 1 stops when it has its second weights."""
+
+    @register_request
+    def submit(self, answers):
+        if self.rank == 1 and self.strategy.weight_version == 2:
+            os.kill(self.strategy._engine.process.pid, signal.SIGSTOP)
+        super().submit(answers)
+
+
+class Recorded(RLVRPipeline):
+    """Leaves in answers.jsonl what each step has learnt from."""
+
+    def rollout(self):
+        batch = super().rollout()
+        columns = ("input_ids", "infer_log_probs", "weight_version", "response_mask")
+        with (self.run_dir / "answers.jsonl").open("a") as file:
+            for group, *row, mask in zip(*(batch[n] for n in ("group_id", *columns)), strict=True):
+                tokens, log_probs, versions = (values[mask].tolist() for values in row)
+                line = {"step": self.global_step, "group": int(group), "tokens": tokens}
+                line |= {"log_probs": log_probs, "versions": versions}
+                file.write(json.dumps(line) + "\n")
+        return batch

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import fields
-from difflib import get_close_matches
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -25,12 +24,21 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
+from roll_td.config.strategies import unknown_argument
 from roll_td.strategies.exchange import Weight
 from roll_td.strategies.vllm.shared import SharedWeights
 
-ON_CPU = {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": 1 << 30}
+ON_CPU = {
+    "enforce_eager": True,
+    "block_size": 32,
+    "kv_cache_memory_bytes": 1 << 30,
+    "enable_chunked_prefill": False,
+}
 """Engine arguments unless others are given. vLLM's own block of 128 tokens is longer than many
-prompts, and only whole blocks are found in the prefix cache; its own cache is all memory."""
+prompts, and only whole blocks are found in the prefix cache; its own cache is all memory. Where it
+cuts a prompt it winds the random numbers of the sample back, which no CPU generator can."""
+
+FINAL = RequestOutputKind.FINAL_ONLY
 
 
 class WeightsExtension:
@@ -96,19 +104,20 @@ class Engine:
         self._pipe = pipe
         self._llm: Any = None
         self._in_flight: set[int] = set()
+        self._served: dict[int, int] = {}
+        """Requests that tell how far they are: by the name that they were given."""
+        self._so_far: dict[int, Any] = {}
+        """What these have, by number."""
+        self._holds = False
         self._sleeps = current_platform.is_sleep_mode_available()
 
     def start(self, arguments: dict[str, Any]) -> int:
         """Make it of these engine arguments; gives the most tokens of prompt and response.
         ValueError for an argument that vLLM doesn't have."""
         known = {field.name for field in fields(vllm.EngineArgs)}
-        for key in arguments:
+        for key, value in arguments.items():
             if key not in known:
-                near = ", ".join(get_close_matches(key, known, 1))
-                raise ValueError(
-                    f"strategy_config.{key}: vLLM {vllm.__version__} has no such engine argument; "
-                    f"nearest: {near or 'none'}"
-                )
+                raise ValueError(str(unknown_argument(key, value, known).under("strategy_config")))
         defaults = ON_CPU if current_platform.is_cpu() else {}
         fixed = {
             "load_format": "dummy",
@@ -125,8 +134,8 @@ class Engine:
         self._llm.collective_rpc("share_weights", args=(path, weights))
 
     def begin_loading(self) -> None:
-        """New weights will come. ValueError while requests are in flight."""
-        if self._in_flight:
+        """New weights will come. ValueError while requests are in flight and not held."""
+        if self._in_flight and not self._holds:
             raise ValueError("new weights came while requests are in flight; wait for their end")
         self._llm.collective_rpc("begin_loading")
 
@@ -155,13 +164,42 @@ class Engine:
         else:
             self._llm.collective_rpc("refill_cache")
 
+    def hold(self) -> None:
+        """Give no tokens until go_on."""
+        self._holds = True
+
+    def go_on(self) -> None:
+        """Give tokens again."""
+        self._holds = False
+
+    def progress(self) -> dict[int, int]:
+        """Tokens that requests with a name have, by this name; none yet is left out."""
+        return {
+            name: len(self._so_far[number].token_ids)
+            for name, number in self._served.items()
+            if number in self._so_far
+        }
+
+    def abort(self, names: Collection[int] | None) -> None:
+        """Give up the requests that have these names, or all that have one; each is answered with
+        what it has."""
+        for name in [n for n in self._served if names is None or n in names]:
+            number = self._served[name]
+            self._llm.abort_request([str(number)])
+            answer = self._so_far.get(number)
+            tokens = [] if answer is None else list(answer.token_ids)
+            log_probs = [] if answer is None else list(answer.logprobs.logprobs)
+            self._answer(number, (tokens, log_probs, "abort"))
+
     def _forget(self) -> None:
-        """Empty the prefix cache."""
+        """Empty the prefix cache; what is in flight begins anew with the tokens that it has."""
         self._llm.reset_mm_cache()
-        if not self._llm.reset_prefix_cache():
+        if not self._llm.reset_prefix_cache(reset_running_requests=bool(self._in_flight)):
             raise RuntimeError("the prefix cache can't be emptied: requests still use it")
 
-    def _add(self, number: int, prompt: list[int], sampling: dict[str, Any]) -> None:
+    def _add(
+        self, number: int, prompt: list[int], sampling: dict[str, Any], name: int | None = None
+    ) -> None:
         params = vllm.SamplingParams(
             **sampling,
             logprobs=0,
@@ -169,17 +207,19 @@ class Engine:
             ignore_eos=True,  # stop_token_ids has all that count
             detokenize=bool(sampling["stop"]),
             skip_special_tokens=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            output_kind=FINAL if name is None else RequestOutputKind.CUMULATIVE,
         )
         self._llm.add_request(str(number), tokens_input(prompt), params)
         self._in_flight.add(number)
+        if name is not None:
+            self._served[name] = number
 
     # --- the loop ---------------------------------------------------------------------------
 
     def serve(self) -> None:
         """Do what comes until told to end."""
         while True:
-            if self._pipe.poll(0 if self._in_flight else None):
+            if self._pipe.poll(0 if self._in_flight and not self._holds else None):
                 message = self._pipe.recv()
                 if message is None:
                     return
@@ -208,8 +248,16 @@ class Engine:
             raise
         for output in outputs:
             (answer,) = output.outputs
+            if not output.finished:
+                self._so_far[int(output.request_id)] = answer
+                continue
             log_probs = answer.logprobs.logprobs
             assert len(log_probs) == len(answer.token_ids), "a log-prob for each token"
             answered = list(answer.token_ids), log_probs, answer.finish_reason
-            self._in_flight.remove(int(output.request_id))
-            self._pipe.send((int(output.request_id), None, answered))
+            self._answer(int(output.request_id), answered)
+
+    def _answer(self, number: int, answered: tuple[list[int], list[float], str]) -> None:
+        self._in_flight.remove(number)
+        self._so_far.pop(number, None)
+        self._served = {name: own for name, own in self._served.items() if own != number}
+        self._pipe.send((number, None, answered))

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from multiprocessing import Pipe
@@ -33,10 +34,12 @@ class EngineProcess:
     def __init__(self, owner: str, env: Mapping[str, str]) -> None:
         """Start it; it imports vLLM while the caller does something else. `owner` names the worker
         in errors."""
-        self._owner = owner
+        self.owner = owner
         self._lock, self._sending = threading.Lock(), threading.Lock()
         self._waiting: dict[int, Future[Any]] = {}
         self._count = 0
+        self._heard_s = time.monotonic()
+        """When it has said something last."""
         self._end: str | None = None
         self._pipe, theirs = Pipe()
         self.folder = Path(tempfile.mkdtemp(prefix="roll-td-engine-"))
@@ -59,7 +62,7 @@ class EngineProcess:
             return self.submit(method, [arguments])[0].result(timeout_s)
         except TimeoutError:
             raise TimeoutError(
-                f"{self._owner}: the engine has not done {method} within {timeout_s:g} s, the "
+                f"{self.owner}: the engine has not done {method} within {timeout_s:g} s, the "
                 "role's timeout_s"
             ) from None
 
@@ -77,6 +80,26 @@ class EngineProcess:
         with self._sending, contextlib.suppress(OSError):  # it has ended: _read tells all that wait
             self._pipe.send((method, list(zip(numbers, calls, strict=True))))
         return futures
+
+    def wait(self, future: Future[Any], timeout_s: float) -> Any:
+        """The result of what was submitted. TimeoutError if the process is silent for timeout_s,
+        to everybody; it is killed then."""
+        began_s, left_s = time.monotonic(), timeout_s
+        while True:
+            try:
+                return future.result(left_s)
+            except TimeoutError:
+                left_s = max(began_s, self._heard_s) + timeout_s - time.monotonic()
+                if left_s <= 0:
+                    self.kill()
+                    raise TimeoutError(
+                        f"{self.owner}: the engine has given no answer for {timeout_s:g} s, "
+                        "strategy_config.request_timeout_s, and was killed"
+                    ) from None
+
+    def kill(self) -> None:
+        """End the process, even if it hangs; who waits for it is told."""
+        self.process.kill()
 
     def close(self) -> None:
         """End the process."""
@@ -100,18 +123,19 @@ class EngineProcess:
         try:
             while True:
                 number, error, value = self._pipe.recv()
+                self._heard_s = time.monotonic()
                 with self._lock:
                     future = self._waiting.pop(number)
                 if error is None:
                     future.set_result(value)
                 else:
                     kind = ValueError if error == "ValueError" else RuntimeError
-                    future.set_exception(kind(f"{self._owner}: {value}"))
+                    future.set_exception(kind(f"{self.owner}: {value}"))
         except (EOFError, OSError):
             code = self._reap()
             how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
             with self._lock:
-                self._end = f"{self._owner}: the engine's process has ended with {how}"
+                self._end = f"{self.owner}: the engine's process has ended with {how}"
                 waiting, self._waiting = self._waiting, {}
             for future in waiting.values():
                 future.set_exception(RuntimeError(self._end))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
@@ -22,8 +23,10 @@ from roll_td.strategies.base import InferenceStrategy, ModelProvider, StrategyCo
 from roll_td.strategies.batches import Response, with_responses
 from roll_td.strategies.exchange import VERSION, HoldsWeights, Part
 from roll_td.strategies.vllm.process import EngineProcess
+from roll_td.strategies.vllm.serving import VllmEngine
 from roll_td.strategies.vllm.shared import SharedWeights
 
+logger = logging.getLogger(__name__)
 STATES = {"model", "optimizer", "gradients"}
 """What can be named; this strategy has a model alone."""
 ENVIRONMENT = {
@@ -46,6 +49,7 @@ class VllmInfer(HoldsWeights, InferenceStrategy):
         self._config: VllmConfig = self.settings or VllmConfig()
         self._lacks = ""
         self._is_asleep = False
+        self.engine: VllmEngine | None = None
         self._loads: list[Future[Any]] = []
 
     def initialize(self, model_provider: ModelProvider) -> None:
@@ -55,9 +59,9 @@ class VllmInfer(HoldsWeights, InferenceStrategy):
         else it can't start with.
         """
         context, config = self.context, self.context.model
-        owner = f"role {context.role}, worker {context.rank_info.rank}"
+        self._owner = f"role {context.role}, worker {context.rank_info.rank}"
         # it imports vLLM while the model is loaded here
-        self._engine = EngineProcess(owner, self._environment())
+        self._engine = EngineProcess(self._owner, self._environment())
         model: Any = model_provider(replace(config, lora=None), context.seed)
         if any(parameter.is_meta for parameter in model.parameters()):
             raise ValueError("the model provider left weights on the meta device; load them")
@@ -65,19 +69,20 @@ class VllmInfer(HoldsWeights, InferenceStrategy):
         self._ends = _end_tokens(model)
         if config.tokenizer:
             self._ends |= {models.load_tokenizer(config).eos_token_id} - {None}
-        self._most_tokens = self._call("start", self._arguments(model))
+        self._model_config, self._architecture = model.config, type(model).__name__
         del model
-        self._call("share_weights", self.model.path, self.model.weights)
-        self._load_all()
+        self._start()
 
     def generate(self, batch: DataProto, generation: GenerationConfig, seed: int) -> DataProto:
         """Responses to prompts, rows and columns as HfInfer.generate has them, the random numbers
         those of the engine: response j of a row has a seed of its own, made of `seed` and, with a
         column sample_id, sample_id · n + j, else row · n + j. What ends a response is the same.
 
-        ValueError for an empty prompt, or while the engine is offloaded or has no weights.
+        An engine that was lost while it took requests is started anew. ValueError for an empty
+        prompt, or while the engine is offloaded or has no weights; TimeoutError if it hangs, see
+        VllmConfig.request_timeout_s.
         """
-        self._require_model()
+        self._ready()
         if self._lacks:
             raise ValueError(f"role {self.context.role}: {self._lacks}")
         lengths, n = batch["lengths"].tolist(), generation.num_return_sequences
@@ -97,8 +102,24 @@ class VllmInfer(HoldsWeights, InferenceStrategy):
                 places.append(row * n + j)
         futures = self._engine.submit("generate", calls)
         for place, future in zip(places, futures, strict=True):
-            responses[place] = Response(*future.result())
+            answered = self._engine.wait(future, self._config.request_timeout_s)
+            responses[place] = Response(*answered)
         return with_responses(batch, responses, self.weight_version)
+
+    def open_engine(self, generation: GenerationConfig, seed: int) -> VllmEngine:
+        """An engine that takes requests; its answers are those that `generate` gives to the same
+        sample_id, unless they are begun again with tokens. ValueError as `generate`."""
+        self._ready()
+        self.engine = VllmEngine(
+            self._engine,
+            generation,
+            self._sampling(generation),
+            self._most_tokens,
+            seed,
+            version=lambda: self.weight_version,
+            timeout_s=self.context.config.timeout_s,
+        )
+        return self.engine
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Each weight once, with the name that Hugging Face has for it, in one order: as the engine
@@ -108,8 +129,12 @@ class VllmInfer(HoldsWeights, InferenceStrategy):
     def update_parameter_in_bucket(self, parts: Iterable[Part]) -> None:
         """As HoldsWeights has it; the engine takes each weight as it has come whole, while the next
         ones come."""
+        if self.engine is not None:
+            self.engine.require_rest("new weights come")
         parts, begins = list(parts), self._incoming is None
         super().update_parameter_in_bucket(parts)
+        if self._is_lost:
+            return
         if begins:
             self._call("begin_loading")
         ended = [
@@ -121,8 +146,11 @@ class VllmInfer(HoldsWeights, InferenceStrategy):
 
     def process_weights_after_loading(self, version: int) -> None:
         """As HoldsWeights has it; what the engine's caches have of the old weights is gone."""
+        if self.engine is not None:
+            self.engine.forget()
         super().process_weights_after_loading(version)
-        self._finish_loading()
+        if not self._is_lost:
+            self._finish_loading()
 
     def save_checkpoint(self, folder: Path) -> None:
         """Write the weights and their version into a folder, as HfInfer does."""
@@ -158,10 +186,30 @@ class VllmInfer(HoldsWeights, InferenceStrategy):
         """End the engine; without it, it ends with this process."""
         self._engine.close()
 
+    @property
+    def _is_lost(self) -> bool:
+        """Whether others have taken over what the engine had: it is asked for nothing more."""
+        return self.engine is not None and self.engine.is_lost
+
     def _require_model(self) -> None:
         if self._is_asleep:
             role = self.context.role
             raise ValueError(f"role {role}: the engine is offloaded; call load_states() first")
+
+    def _ready(self) -> None:
+        """For `generate` and the engine that takes requests."""
+        self._require_model()
+        if self._is_lost:
+            logger.warning("%s: the engine that was lost is started anew", self._owner)
+            self._engine.close()
+            self._engine, self.engine = EngineProcess(self._owner, self._environment()), None
+            self._start()
+
+    def _start(self) -> None:
+        """Have the engine's process make it, with the weights that lie here."""
+        self._most_tokens = self._call("start", self._arguments())
+        self._call("share_weights", self.model.path, self.model.weights)
+        self._load_all()
 
     def _checkpoint(self) -> dict[str, Tensor]:
         tensors = {f"model.{name}": tensor for name, tensor in self.full_parameters()}
@@ -198,7 +246,7 @@ class VllmInfer(HoldsWeights, InferenceStrategy):
     def _has_tokenizer(self) -> bool:
         return bool(self.context.model.tokenizer or self.context.model.path)
 
-    def _arguments(self, model: Any) -> dict[str, Any]:
+    def _arguments(self) -> dict[str, Any]:
         """Engine arguments that the role's config says."""
         context, config = self.context, self.context.model
         folder = str(self._engine.folder)
@@ -212,11 +260,11 @@ class VllmInfer(HoldsWeights, InferenceStrategy):
             "seed": context.seed % 2**32,
             "tensor_parallel_size": context.config.num_gpus_per_worker // stages,
         }
-        model.config.save_pretrained(folder)
+        self._model_config.save_pretrained(folder)
         if self._has_tokenizer:
             models.load_tokenizer(config).save_pretrained(folder)
         if config.path is None or config.path.endswith(".gguf"):
-            architectures = {"architectures": [type(model).__name__]}
+            architectures = {"architectures": [self._architecture]}
             arguments |= {"model": folder, "hf_overrides": architectures}
         return self._config.engine_args | arguments
 

@@ -1,0 +1,151 @@
+"""Answers that come and go one by one, also over new weights."""
+
+from __future__ import annotations
+
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from roll_td.config.model import GenerationConfig
+from roll_td.config.strategies import StrategyArgs
+from roll_td.models import full_weights
+from roll_td.strategies.engine import Answer, Failure
+from roll_td.strategies.exchange import Part
+from roll_td.strategies.hf import HfInfer
+from roll_td.strategies.vllm import serving
+from roll_td.strategies.vllm.strategy import VllmInfer
+from tests.vllm.conftest import FIELDS, NEEDS_VLLM, context, strong
+from tests.vllm.test_generate import LENGTHS, check_greedy, logits_after, prompts, responses
+
+pytestmark = NEEDS_VLLM
+N, SEED = 24, 5
+"""More answers than the engine has at work at once, so that some are under way for long."""
+GENERATION = GenerationConfig(max_new_tokens=80, num_return_sequences=N)
+
+
+def asked() -> list[Answer]:
+    rows = prompts()["input_ids"].tolist()
+    given = [row[:length] for row, length in zip(rows, LENGTHS, strict=True)]
+    return [
+        Answer(sample_id=row * N + j, prompt=given[row])
+        for row in range(len(given))
+        for j in range(N)
+    ]
+
+
+def collect(came: Any, count: int) -> list[Answer]:
+    found: list[Answer] = []
+    while len(found) < count:
+        item = next(came)
+        assert not isinstance(item, Failure), item.text
+        found += item
+    return found
+
+
+def update(engine: VllmInfer, model: Any, version: int) -> None:
+    engine.update_parameter_in_bucket(
+        [Part(name, tuple(w.shape), 0, w.reshape(-1)) for name, w in full_weights(model)]
+    )
+    engine.process_weights_after_loading(version)
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("abort", [False, True])
+def test_they_are_those_of_generate_and_go_on_under_new_weights(
+    one: VllmInfer, abort: bool
+) -> None:
+    old, new = strong(one.context.model, 42), strong(one.context.model, 43)
+    update(one, old, 1)
+    want = responses(one.generate(prompts(), GENERATION, SEED))
+    engine = one.open_engine(GENERATION, SEED)
+    came = engine.ended()
+    engine.submit(asked())
+    for answer in collect(came, N * len(LENGTHS)):
+        tokens, log_probs = want[answer.sample_id]
+        assert answer.tokens == tokens and answer.versions == [1] * len(tokens)
+        torch.testing.assert_close(torch.tensor(answer.log_probs), log_probs, atol=1e-4, rtol=0)
+
+    engine.submit(asked())
+    with pytest.raises(RuntimeError, match="new weights come while the engine is at work"):
+        update(one, new, 2)
+    while not engine._call("progress"):
+        assert engine._flying, "all have ended already"
+    engine.pause(abort=abort, timeout_s=60)
+    ended = collect(came, N * len(LENGTHS)) if abort else []
+    given_up = [answer for answer in ended if answer.finish_reason == "abort"]
+    ended = [answer for answer in ended if answer.finish_reason != "abort"]
+    assert not abort or any(answer.tokens for answer in given_up)
+    update(one, new, 2)
+    engine.resume()
+    for answer in given_up:
+        answer.finish_reason = ""
+    engine.submit(given_up)
+    ended += collect(came, N * len(LENGTHS) - len(ended))
+    met, starts = 0, asked()
+    for answer in ended:
+        assert answer.versions == sorted(answer.versions)
+        assert len(answer.versions) == len(answer.tokens) == len(answer.log_probs)
+        prompt = starts[answer.sample_id].prompt
+        for version, model in ((1, old), (2, new)):
+            log_probs = logits_after(model, prompt, answer.tokens).log_softmax(-1)
+            own = log_probs.gather(-1, torch.tensor(answer.tokens)[:, None])[:, 0]
+            by = torch.tensor(answer.versions) == version
+            got = torch.tensor(answer.log_probs)[by]
+            torch.testing.assert_close(got, own[by], atol=1e-4, rtol=0)
+        met += set(answer.versions) == {1, 2}
+    assert met > 0, "new weights met an answer half made"
+    engine.close()
+    update(one, old, 3)
+
+
+@pytest.mark.timeout(120)
+def test_greedy_they_are_those_of_hf_infer(one: VllmInfer) -> None:
+    model = strong(one.context.model, 44)
+    update(one, model, 4)
+    config = replace(one.context.config, strategy_args=StrategyArgs("hf_infer"))
+    other = HfInfer(replace(one.context, config=config))
+    other.initialize(lambda config, seed: model)
+    answers: list[dict[int, Answer]] = []
+    for strategy in (one, other):
+        engine = strategy.open_engine(GenerationConfig(temperature=0, max_new_tokens=40), SEED)
+        engine.submit(asked())
+        ended = collect(engine.ended(), N * len(LENGTHS))
+        answers.append({answer.sample_id: answer for answer in ended})
+        engine.close()
+    for sample_id, wanted in answers[1].items():
+        got = answers[0][sample_id]
+        assert (got.tokens, got.finish_reason) == (wanted.tokens, wanted.finish_reason)
+        assert got.log_probs == pytest.approx(wanted.log_probs, abs=1e-4)
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
+def test_an_engine_that_dies_or_hangs_holds_nobody_up(
+    how: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "END_S", 0.5)
+    made = VllmInfer(context(1, FIELDS))
+    made.initialize(strong)
+    engine = made.open_engine(GENERATION, SEED)
+    came = engine.ended()
+    engine.submit(asked())
+    os.kill(made._engine.process.pid, how)
+    if how == signal.SIGKILL:
+        failure = next(item for item in came if isinstance(item, Failure))
+        assert "role infer, worker 0: the engine's process has ended with signal" in failure.text
+    with ThreadPoolExecutor() as threads:
+        pausing = threads.submit(engine.pause, abort=True, timeout_s=60)
+        engine.close()
+        pausing.result(10)
+    assert made._engine.process.wait(10) == -signal.SIGKILL
+    model = strong(made.context.model, 43)
+    update(made, model, 2)
+    engine.resume()
+    if how == signal.SIGKILL:
+        check_greedy(made, model, 2)  # it is started anew when it is needed
+    made.close()
