@@ -1,5 +1,14 @@
+import os
+
+import pytest
 from hypothesis import settings
 
 # the same examples in every run: a machine is no reason for a test to fail or to pass
 settings.register_profile("roll_td", deadline=None, derandomize=True)
 settings.load_profile("roll_td")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Leave out what takes minutes unless all is asked for."""
+    if item.get_closest_marker("long") and os.environ.get("ROLL_TD_TESTS") != "all":
+        pytest.skip("takes minutes; set ROLL_TD_TESTS=all")

@@ -22,6 +22,8 @@ _MARK = "ROLL_TD_TEST_JOB"
 ECHO = "scenarios.EchoWorker"
 END_S = 10
 """How soon after its first failure a job has ended."""
+TIDY_S = 3.0
+"""How soon after that Python's own tracker has removed the semaphores of pools."""
 
 
 @dataclass
@@ -101,10 +103,15 @@ class Job:
         left = self.processes()
         assert not left, f"processes left over: {left}: {self.out}"
         assert not self._reader.is_alive(), "who holds the job's output open?"
-        new = set(os.listdir("/dev/shm")) - self._shared_memory
-        new = {name for name in new if not _is_in_use(name)}  # by others: all of ours have ended
-        assert not new, f"shared memory left over: {new}"
+        until = time.monotonic() + TIDY_S
+        while new := self._shared_memory_left():
+            assert time.monotonic() < until, f"shared memory left over: {new}"
+            time.sleep(0.05)
         return Ended(code, self.out)
+
+    def _shared_memory_left(self) -> set[str]:
+        new = set(os.listdir("/dev/shm")) - self._shared_memory
+        return {name for name in new if not _is_in_use(name)}  # by others: all of ours have ended
 
     def kill(self) -> None:
         """End whatever is left of it."""
