@@ -199,17 +199,22 @@ def attend_row_by_row(
 
     if rows is None or not rows.alike:
         return attend(query, key, value), None
+    # rows of one length, which share nothing, are used as they lie
+    in_line = len(rows.alike) == 1 and rows.alike[0].numel() == query.shape[2]
 
     def of_rows(states: Tensor, places: Tensor) -> Tensor:
-        table = states[0].transpose(0, 1).flatten(1)
+        table = states[0].transpose(0, 1)
+        if in_line:
+            return table.unflatten(0, places.shape).transpose(1, 2)
         # as index_select, whose gradient takes several times as long on a CPU
-        return embedding(places, table).unflatten(2, (-1, states.shape[3])).transpose(1, 2)
+        return embedding(places, table.flatten(1)).unflatten(2, table.shape[1:]).transpose(1, 2)
 
     found = []
     for places in rows.alike:
         of_all = attend(*(of_rows(states, places) for states in (query, key, value)))
         found.append(of_all.flatten(2).flatten(0, 1))
-    return embedding(rows.order, torch.cat(found)).unflatten(1, (-1, value.shape[3]))[None], None
+    line = found[0] if in_line else embedding(rows.order, torch.cat(found))
+    return line.unflatten(1, (-1, value.shape[3]))[None], None
 
 
 def keep_rows_apart(model: Any) -> bool:

@@ -41,11 +41,13 @@ def test_padded_is_cut_to_the_longest_row() -> None:
     )
 
 
+@pytest.mark.parametrize("lengths", [LENGTHS, torch.tensor([4, 4, 4, 4])], ids=["uneven", "even"])
 @pytest.mark.parametrize("window", [None, 1, 3, 50])
-def test_attention_row_by_row_is_that_under_a_mask(window: int | None) -> None:
+def test_attention_row_by_row_is_that_under_a_mask(window: int | None, lengths: Tensor) -> None:
     random = torch.Generator().manual_seed(1)
+    rows = packing.layout(torch.zeros(4, 7).long(), lengths).rows
     q, k, v = (torch.randn(1, heads, 16, 8, generator=random) for heads in (4, 2, 2))
-    row = torch.repeat_interleave(torch.arange(4), LENGTHS)
+    row = torch.repeat_interleave(torch.arange(4), lengths)
     back = torch.arange(16)[:, None] - torch.arange(16)
     allowed = (row[:, None] == row) & (back >= 0) & (back < (window or 99))
 
@@ -61,7 +63,7 @@ def test_attention_row_by_row_is_that_under_a_mask(window: int | None) -> None:
             k,
             v,
             None,
-            rows=LAYOUT.rows,
+            rows=rows,
             scaling=0.3,
             sliding_window=window,
         )[0]
@@ -274,6 +276,11 @@ def test_what_rows_share_is_in_the_line_once() -> None:
 
 
 @pytest.mark.parametrize(
+    "lengths",
+    [SHARED_LENGTHS, torch.tensor([4, 4, 0, 0, 0, 3])],
+    ids=["uneven", "as many places in a part as tokens in all"],
+)
+@pytest.mark.parametrize(
     "fields",
     [
         {"model_type": "qwen3", "head_dim": 8, **SIZES},
@@ -281,20 +288,24 @@ def test_what_rows_share_is_in_the_line_once() -> None:
     ],
     ids=lambda fields: fields["model_type"],
 )
-def test_rows_that_begin_alike_learn_as_if_each_were_alone(fields: dict[str, Any]) -> None:
+def test_rows_that_begin_alike_learn_as_if_each_were_alone(
+    fields: dict[str, Any], lengths: Tensor
+) -> None:
     ids, weights = shared_rows(), torch.randn(6, 7, generator=torch.Generator().manual_seed(4))
-    real = torch.arange(7) < SHARED_LENGTHS[:, None]
+    real = torch.arange(7) < lengths[:, None]
+    beginnings_of = torch.minimum(BEGINNINGS, (lengths - 1).clamp(min=0))
     labels = torch.where(real, ids, -100)
     wanted = real & (torch.arange(7) > 0)
     results = []
-    for beginnings in (None, BEGINNINGS):
+    for beginnings in (None, beginnings_of):
         model = load_model(ModelConfig(config=fields), 3)
         assert packing.keep_rows_apart(model)
-        rows = packing.layout(ids, SHARED_LENGTHS, beginnings)
+        rows = packing.layout(ids, lengths, beginnings)
         body, head = body_and_head(model)
         states = body(**packing.packed(ids, rows), rows=rows.rows, use_cache=False)
         output = packing.Output(packing.line_states(states.last_hidden_state, rows), head(), rows)
-        assert len(output.hidden) == (30 if beginnings is None else 30 - 3 - 3 - 2)
+        shared = 3 + 3 + 2 if lengths is SHARED_LENGTHS else 3
+        assert len(output.hidden) == lengths.sum() - (0 if beginnings is None else shared)
         found = [
             packing.log_probs(output, ids, 0.7),
             packing.entropy(output, 0.7),
