@@ -12,7 +12,7 @@ import pytest
 from roll_td.report.spans import read_starts
 from tests.dist.harness import roll_td_run
 from tests.dist.test_rlvr import STEPS, write_rlvr
-from tests.dist.test_sft import START_S, finish, kill_somewhere, result
+from tests.dist.test_sft import START_S, finish, kill_three_times, result
 
 ROUNDS = int(os.environ.get("ROLL_TD_KILL_ROUNDS", "1"))
 WARMUP = 2
@@ -63,11 +63,7 @@ def test_killed_at_any_moment_it_ends_as_if_it_had_never_been(seed: int, tmp_pat
     assert len({line["critic/explained_variance"] for line in valued}) == STEPS
     for pair in ("train_step", "train_step"), ("compute_values", "compute_log_probs"):
         assert overlap(tmp_path / "whole", f"critic.{pair[0]}", f"actor_train.{pair[1]}")
-    kinds = {"driver": range(3, 5), "worker": range(5, 8), "checkpoint": range(0)}
-    for kind, steps in kinds.items():
-        kill_somewhere(config, "killed", kind, draws, steps)
-    ended = finish(config, "killed")
-    assert "going on from" in ended.out
+    kill_three_times(config, draws)
     assert result(tmp_path / "killed") == (weights, metrics)
 
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tests.dist.harness import roll_td_run
-from tests.dist.test_sft import START_S, finish, kill_somewhere, result
+from tests.dist.test_sft import START_S, finish, kill_three_times, result
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 STEPS = 12
@@ -73,11 +73,7 @@ def test_killed_at_any_moment_it_ends_as_if_it_had_never_been(seed: int, tmp_pat
     trained = [line for line in metrics if "actor/loss" in line]
     assert [line["step"] for line in trained] == list(range(STEPS))
     assert len({line["actor/kl_coefficient"] for line in trained}) == STEPS, "it adapts"
-    kinds = {"driver": range(3, 5), "worker": range(5, 8), "checkpoint": range(0)}
-    for kind, steps in kinds.items():
-        kill_somewhere(config, "killed", kind, draws, steps)
-    ended = finish(config, "killed")
-    assert "going on from" in ended.out
+    kill_three_times(config, draws)
     assert result(tmp_path / "killed") == (weights, metrics)
 
 

@@ -19,6 +19,7 @@ from roll_td.strategies.exchange import Part
 from roll_td.strategies.hf import HfInfer
 from roll_td.strategies.vllm import serving
 from roll_td.strategies.vllm.strategy import VllmInfer
+from tests.unit.strategies.test_hf_engine import collect
 from tests.vllm.conftest import FIELDS, NEEDS_VLLM, context, strong
 from tests.vllm.test_generate import LENGTHS, check_greedy, logits_after, prompts, responses
 
@@ -36,15 +37,6 @@ def asked() -> list[Answer]:
         for row in range(len(given))
         for j in range(N)
     ]
-
-
-def collect(came: Any, count: int) -> list[Answer]:
-    found: list[Answer] = []
-    while len(found) < count:
-        item = next(came)
-        assert not isinstance(item, Failure), item.text
-        found += item
-    return found
 
 
 def update(engine: VllmInfer, model: Any, version: int) -> None:
