@@ -33,7 +33,7 @@ FIELDS = {
 }
 LAYERS = "num_hidden_layers"
 GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 61}
-GPT2 |= {"n_positions": 64, "bos_token_id": 0, "eos_token_id": 0}
+GPT2 |= {"n_positions": 128, "bos_token_id": 0, "eos_token_id": 0}
 GPT2 |= dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
 SHORT = Load(8, 8)
 
@@ -94,13 +94,15 @@ def test_a_role_that_only_infers_has_no_gradients() -> None:
 
 
 def kept_by_autograd(model: ModelConfig, compute: str | None, tokens: int) -> int:
-    """Bytes that a forward pass over rows of `tokens` / 2 leaves for the backward pass."""
+    """Bytes that a forward pass over two rows of `tokens` in all leaves for the backward pass."""
     made: Any = load_model(model, 0)
     if model.lora is None:
         made.requires_grad_(True)
     if compute is not None:
         made.to(getattr(torch, compute))
-    ids, lengths = torch.ones(2, tokens // 2).long(), torch.tensor([tokens // 2] * 2)
+    # of two lengths, for rows of one length lie as they are and leave a little less
+    lengths = torch.tensor([tokens // 2 - 1, tokens // 2 + 1])
+    ids = torch.ones(2, int(lengths.max())).long()
     micro = DataProto({"input_ids": ids, "lengths": lengths})
     wants_rows = packing.keep_rows_apart(made)
     _, inputs = packing.arrange(micro, packs=True, wants_rows=wants_rows)
