@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from roll_td.config.checkpoint import CheckpointConfig
 from roll_td.config.device_mapping import parse_device_mapping
@@ -158,7 +159,12 @@ class BaseConfig(CheckpointConfig):
     def file_problems(self) -> list[Problem]:
         """Files that the config names and that can't be read here. Asked by `roll-td check` and
         `run`; a subclass that names files adds to it."""
-        return []
+        return self.resume_problems(self.run_dir / "checkpoints")
+
+    @property
+    def run_dir(self) -> Path:
+        """The run's own directory."""
+        return Path(self.output_dir) / (self.exp_name or "run")
 
 
 def roles(config: BaseConfig) -> dict[str, WorkerConfig]:

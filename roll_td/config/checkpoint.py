@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from roll_td.config.schema import Problem
 
@@ -44,3 +45,13 @@ class CheckpointConfig:
             rule, fix = "is empty", "set auto, none or the path of a step_N folder"
             problems.append(Problem("resume", "''", rule, fix))
         return problems
+
+    def resume_problems(self, own: Path) -> list[Problem]:
+        """That there is no checkpoint where `resume` says; `own`: the folder of this run's, which
+        go before. What is in a checkpoint is looked at when the run starts."""
+        if self.resume in ("auto", "none") or any(own.glob("step_*")):
+            return []
+        if Path(self.resume).is_dir():
+            return []
+        rule, fix = "there is no such folder", "set auto, none or the path of a step_N folder"
+        return [Problem("resume", repr(self.resume), rule, fix)]

@@ -119,8 +119,8 @@ def _compose(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], list
         line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
         rule = f"not readable as YAML{line}: {error.problem}"
         raise ConfigError([Problem("", "", rule, "mend the file")]) from None
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
-        raise ConfigError([_hydra_problem(error)]) from None
+    except (HydraException, OmegaConfBaseException, ValueError, TypeError) as error:
+        raise ConfigError(_into_lists(path, overrides) or [_hydra_problem(error)]) from None
     assert isinstance(data, dict)
     for key in missing:
         _remove(data, key)
@@ -135,6 +135,29 @@ def _remove(data: Any, dotted: str) -> None:
         data = data[section]
     if isinstance(data, dict):
         data.pop(last, None)
+
+
+def _into_lists(path: Path, overrides: Sequence[str]) -> list[Problem]:
+    """The overrides that name no item of a list of the file, of which Hydra does not tell which."""
+    problems = []
+    for text in overrides:
+        key, _, value = text.partition("=")
+        *sections, last = key.lstrip("+~").split(".")
+        node = yaml.safe_load(path.read_text())
+        for depth, part in enumerate((*sections, last)):
+            if isinstance(node, list):
+                section = ".".join(sections[:depth])
+                if part.isdigit() and int(part) < len(node) and not key.startswith("~"):
+                    node = node[int(part)]
+                    continue
+                rule = f"{section} is a list of {len(node)}"
+                fix = (
+                    f"write {section}.N with N below {len(node)}, or {section}=[…] for another list"
+                )
+                problems.append(Problem(key, shown(key, value), rule, fix))
+                break
+            node = node.get(part) if isinstance(node, dict) else None
+    return problems
 
 
 def _hydra_problem(error: Exception) -> Problem:

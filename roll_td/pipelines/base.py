@@ -60,7 +60,7 @@ class BasePipeline(ABC):
         self.resource_manager = ResourceManager(
             pipeline_config.num_nodes, pipeline_config.num_gpus_per_node or 0
         )
-        self.run_dir = Path(pipeline_config.output_dir) / (pipeline_config.exp_name or "run")
+        self.run_dir = pipeline_config.run_dir
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self._settings: Any = masked(dataclasses.asdict(pipeline_config))
         self._checkpoints = RunCheckpoints(self.run_dir / "checkpoints", pipeline_config)

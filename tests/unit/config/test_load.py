@@ -148,6 +148,27 @@ def test_c06_wrong_overrides(workdir: Path, override: str, message: str) -> None
 
 
 @pytest.mark.parametrize(
+    "override", ["student.hosts.2=1", "student.hosts.x.y=1", "~student.hosts.0"]
+)
+def test_an_override_that_names_no_item_of_a_list(workdir: Path, override: str) -> None:
+    (error,) = _errors(workdir, MINE + "student: {hosts: [a, {b: 1}]}", "seed=1", override)
+    assert error.startswith(f"{override.partition('=')[0]}=")
+    assert "student.hosts is a list of 2; write student.hosts.N with N below 2, or" in error
+
+
+def test_what_a_run_is_to_go_on_from_has_to_be_there(workdir: Path) -> None:
+    def problems(resume: str) -> list[str]:
+        config = _load(workdir, PLAIN + f"output_dir: {workdir}", f"resume={resume}")
+        return [str(problem) for problem in config.file_problems()]
+
+    assert problems("auto") == problems("none") == problems(str(workdir)) == []
+    (said,) = problems("elsewhere/step_4")
+    assert said.startswith("resume='elsewhere/step_4': there is no such folder; set auto, none")
+    (workdir / "exp" / "checkpoints" / "step_8").mkdir(parents=True)
+    assert problems("elsewhere/step_4") == [], "a requeued run goes on from its own"
+
+
+@pytest.mark.parametrize(
     ("override", "devices"),
     [
         ("[0,1]", [0, 1]),
