@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Iterator
@@ -109,7 +110,8 @@ class DataConfig:
 
 
 def check_files(config: DataConfig) -> list[Problem]:
-    """Files of the config that can't be read: missing, a folder, without rights, or empty."""
+    """Files of the config that can't be read: missing, a folder, without rights, or empty; and
+    columns that the first row of a JSONL file does not have."""
     problems = []
     for key, name in _paths(config):
         path = Path(name)
@@ -125,7 +127,32 @@ def check_files(config: DataConfig) -> list[Problem]:
         if rule:
             fix = f"give a path from {Path.cwd()}, or a whole one"
             problems.append(Problem(key, repr(name), rule, fix))
-    return problems
+        elif path.suffix == ".jsonl" and config.on_bad_row == "fail":
+            problems += _first_row_problems(config, path)
+    return list(dict.fromkeys(problems))
+
+
+def _first_row_problems(config: DataConfig, path: Path) -> list[Problem]:
+    with path.open("rb") as file:
+        try:
+            row = json.loads(file.readline())
+        except ValueError:
+            return []  # told with its place by who reads the file
+    if not isinstance(row, dict):
+        return []
+    keys = ("messages_key", "prompt_key", "response_key", "chosen_key", "rejected_key")
+    named = {key: getattr(config, key) for key in keys} | {
+        f"keep.{name}": column for name, column in config.keep.items()
+    }
+    rule = f"is no column of the first row of {path}, which has {', '.join(row)}"
+    fixes = {
+        "messages_key": "name the one with chats, or set prompt_key and response_key for texts"
+    }
+    return [
+        Problem(key, repr(column), rule, fixes.get(key, "name one that is there"))
+        for key, column in named.items()
+        if column is not None and column not in row
+    ]
 
 
 def answer_problems(config: DataConfig) -> list[Problem]:

@@ -91,7 +91,7 @@ def test_what_a_pipeline_needs_beyond() -> None:
 
 def test_check_files_names_each_that_cannot_be_read(tmp_path: Path) -> None:
     good, empty, folder = (str(tmp_path / name) for name in ("g.jsonl", "e.jsonl", "f.jsonl"))
-    Path(good).write_text("{}\n")
+    Path(good).write_text('{"messages": []}\n')
     Path(empty).touch()
     Path(folder).mkdir()
     mixed: list[str | MixedConfig] = [MixedConfig(good), MixedConfig([empty, folder])]
@@ -108,3 +108,21 @@ def test_check_files_names_each_that_cannot_be_read(tmp_path: Path) -> None:
 def test_check_needs_no_torch() -> None:
     code = "import roll_td.config.data, sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+
+
+def test_columns_that_the_first_row_lacks(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "2+2="}\n')
+    named = {"prompt_key": "promt", "response_key": "answer", "keep": {"gold": "gold"}}
+    assert [str(problem) for problem in check_files(DataConfig(str(path), **named))] == [
+        f"{key}: is no column of the first row of {path}, which has prompt, answer; "
+        "name one that is there"
+        for key in ("prompt_key='promt'", "keep.gold='gold'")
+    ]
+    (problem,) = check_files(DataConfig(str(path)))
+    assert problem.key == "messages_key" and problem.fix.endswith(
+        "set prompt_key and response_key for texts"
+    )
+    assert check_files(DataConfig(str(path), on_bad_row="skip")) == []
+    path.write_text("no JSON\n")
+    assert check_files(DataConfig(str(path))) == [], "told by the reader, with its line"
