@@ -38,20 +38,25 @@ def pad_value(name: str) -> int:
     return -100 if name == "labels" else 0
 
 
-def tensor_table(batch: TensorDictBase | Mapping[str, Tensor] | None) -> TensorDict | None:
-    """A TensorDict of its own of the tensors of `batch`. TypeError for a name or value that is
-    none, ValueError for tensors that have no rows, differ in rows, or are sparse or nested."""
+def tensor_table(
+    batch: TensorDictBase | Mapping[str, Tensor] | None,
+) -> TensorDict | dict[str, Tensor] | None:
+    """The tensors of `batch` by name, in a dict of their own; where there is none, a TensorDict
+    (it takes longer to make than all the rest, so not before it is wanted). TypeError for a name
+    or value that is none, ValueError for tensors that have no rows, differ in rows, or are sparse
+    or nested."""
     if batch is None:
         return None
-    if not isinstance(batch, TensorDictBase | Mapping):
+    if not isinstance(batch, dict | TensorDictBase | Mapping):
         raise TypeError(f"batch is a {type(batch).__name__}: want a TensorDict, a dict or None")
-    tensors = dict(batch.items())
+    tensors: dict[str, Any] = dict(batch.items())
     counts = {key: _tensor_rows(key, v) for key, v in tensors.items()}
     if isinstance(batch, TensorDictBase):
         if batch.batch_dims != 1:
             raise ValueError(f"batch has batch_size {list(batch.batch_size)}: want [rows]")
         counts["(batch_size)"] = batch.batch_size[0]
-    return TensorDict(tensors, batch_size=[equal_rows(counts)])
+    rows = equal_rows(counts)
+    return tensors or TensorDict({}, batch_size=[rows])
 
 
 def equal_rows(counts: Mapping[str, int]) -> int:
@@ -69,7 +74,7 @@ def _tensor_rows(key: str, value: Any) -> int:
         raise ValueError(f"tensor {key!r} has no dimension: want rows first; or use meta_info")
     if value.layout != torch.strided or value.is_nested:
         raise ValueError(f"tensor {key!r} is sparse or nested: make it dense, or a list of rows")
-    return len(value)
+    return int(value.shape[0])
 
 
 def _check_name(key: object) -> None:

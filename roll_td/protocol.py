@@ -56,23 +56,30 @@ class DataProto:
         meta_info: Mapping[str, Any] | None = None,
         plan: "StepPlan | None" = None,
     ) -> None:
-        self.batch = batch
+        self._batch: TensorDict | dict[str, Tensor] | None = tensor_table(batch)
         self.non_tensor_batch = non_tensor_batch or {}
         self.meta_info = meta_info or {}
         self.plan = plan
-        counts = {key: len(column) for key, column in self._columns().items()}
-        if self.batch is not None and not self.batch.keys():
-            counts["(batch_size)"] = len(self)
-        equal_rows(counts)
+        if self._objects:
+            counts = {key: len(column) for key, column in self._columns().items()}
+            if isinstance(self._batch, TensorDict):
+                counts["(batch_size)"] = len(self)
+            equal_rows(counts)
 
     @property
     def batch(self) -> TensorDict | None:
-        """The tensor columns; what is assigned is copied into a TensorDict of its own."""
+        """The tensor columns; what is assigned is copied, into a TensorDict once that is wanted."""
+        if isinstance(self._batch, dict):
+            self._batch = TensorDict(self._batch, batch_size=[len(self)])
         return self._batch
 
     @batch.setter
     def batch(self, value: TensorDictBase | Mapping[str, Tensor] | None) -> None:
         self._batch = tensor_table(value)
+
+    def tensors(self) -> dict[str, Any]:
+        """The tensor columns by name, in a dict of their own."""
+        return {} if self._batch is None else dict(self._batch.items())
 
     @property
     def non_tensor_batch(self) -> dict[str, Any]:
@@ -104,12 +111,12 @@ class DataProto:
     def meta_info(self, value: Mapping[str, Any]) -> None:
         if not isinstance(value, Mapping):
             raise TypeError(f"meta_info is a {type(value).__name__}: want a dict")
-        self._meta_info: dict[str, Any] = map_leaves(dict(value), lambda leaf: leaf)
+        self._meta_info: dict[str, Any] = map_leaves(dict(value), lambda x: x) if value else {}
 
     def __len__(self) -> int:
-        if self.batch is not None:
-            return int(self.batch.batch_size[0])
-        return len(next(iter(self.non_tensor_batch.values()), ()))
+        if isinstance(self._batch, TensorDict):
+            return int(self._batch.batch_size[0])
+        return len(next(iter((self._batch or self.non_tensor_batch).values()), ()))
 
     def __repr__(self) -> str:
         shapes = [f"{key}: {list(v.shape)}" for key, v in self._columns().items()]
@@ -129,8 +136,7 @@ class DataProto:
         IndexError beyond the rows, ValueError for a mask of other length, KeyError for a name.
         """
         if isinstance(item, str):
-            self._check_keys([item])
-            return self._columns()[item]
+            return self._named([item])[item]
         if isinstance(item, slice):
             start, stop, step = item.indices(len(self))
             if step < 0:
@@ -143,9 +149,7 @@ class DataProto:
 
     def select(self, keys: str | Iterable[str]) -> Self:
         """A new DataProto with these columns, tensors shared. KeyError if one is unknown."""
-        names = self._check_keys(keys)
-        columns = self._columns()
-        return self._like({name: columns[name] for name in names}, self.plan)
+        return self._like(self._named(keys), self.plan)
 
     def pop(self, keys: str | Iterable[str]) -> Self:
         """Take these columns out of this one and return them. KeyError if one is unknown."""
@@ -163,7 +167,7 @@ class DataProto:
             if new is None:
                 raise TypeError(f"rename({old!r}) lacks the new name")
             old = {old: new}
-        self._check_keys(old)
+        self._named(old)
         names = [old.get(key, key) for key in self.keys()]
         if len(set(names)) < len(names):
             raise ValueError(f"rename {dict(old)} gives columns {names}: pop the old one first")
@@ -277,7 +281,7 @@ class DataProto:
                 if key not in table:
                     raise ValueError(f"concat: part {number} lacks {key!r}, it has {list(table)}")
             columns[key] = join(key, [table[key] for table in tables], "lengths" in tables[0])
-        with_batch = any(part.batch is not None for part in parts)
+        with_batch = any(part._batch is not None for part in parts)
         rows = sum(map(len, parts))
         return DataProto(*_split(columns, rows if with_batch else None), meta_info)
 
@@ -298,10 +302,8 @@ class DataProto:
 
         The last batch of an epoch may be smaller. ValueError for a size below 1.
         """
-        size, epochs = (
-            whole("iter_batches: size", size, 1),
-            whole("iter_batches: epochs", epochs, 0),
-        )
+        size = whole("iter_batches: size", size, 1)
+        epochs = whole("iter_batches: epochs", epochs, 0)
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         orders = (
             torch.arange(len(self)) if generator is None else self._shuffled(generator)
@@ -325,8 +327,7 @@ class DataProto:
         return state | {"_meta_info": map_leaves(self.meta_info, compact)}
 
     def _columns(self) -> dict[str, Column]:
-        tensors: dict[str, Any] = {} if self.batch is None else dict(self.batch.items())
-        objects = self.non_tensor_batch
+        tensors, objects = self.tensors(), self.non_tensor_batch
         if both := sorted(tensors.keys() & objects.keys()):
             raise ValueError(f"columns {both} are in batch and in non_tensor_batch: rename")
         return tensors | objects
@@ -334,7 +335,7 @@ class DataProto:
     def _like(self, columns: Mapping[str, Column], plan: "StepPlan | None" = None) -> Self:
         """A DataProto of these columns (as many rows as the columns, or as this one)."""
         rows = next((len(column) for column in columns.values()), len(self))
-        split = _split(columns, rows if self.batch is not None else None)
+        split = _split(columns, rows if self._batch is not None else None)
         return type(self)(*split, self.meta_info, plan)
 
     def _adopt(self, columns: Mapping[str, Column]) -> None:
@@ -345,7 +346,7 @@ class DataProto:
         """Apply `cut` to every column, and to the row count where a batch has no columns."""
         rows = len(cut(range(len(self))))
         columns = {key: cut(column) for key, column in self._columns().items()}
-        split = _split(columns, rows if self.batch is not None else None)
+        split = _split(columns, rows if self._batch is not None else None)
         return type(self)(*split, self.meta_info)
 
     def _take(self, rows: Tensor) -> Self:
@@ -360,11 +361,11 @@ class DataProto:
     def _shuffled(self, generator: torch.Generator) -> Tensor:
         return torch.randperm(len(self), generator=generator)
 
-    def _check_keys(self, keys: str | Iterable[str]) -> list[str]:
-        names = [keys] if isinstance(keys, str) else list(keys)
-        if unknown := [name for name in names if name not in self]:
+    def _named(self, keys: str | Iterable[str]) -> dict[str, Column]:
+        names, columns = [keys] if isinstance(keys, str) else list(keys), self._columns()
+        if unknown := [name for name in names if name not in columns]:
             raise KeyError(f"no column {', '.join(map(repr, unknown))}; there are {self.keys()}")
-        return names
+        return {name: columns[name] for name in names}
 
 
 def _split(

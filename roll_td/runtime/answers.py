@@ -11,9 +11,12 @@ import torch
 
 from roll_td.protocol import TOKEN_COLUMNS, DataProto
 from roll_td.runtime.batches import Batch
-from roll_td.runtime.parcel import places_of
+from roll_td.runtime.parcel import Spec, places_of
 from roll_td.runtime.transport import Group, Transport, Work
-from roll_td.runtime.wire import Place, dumps, dumps_whole, find_unpicklable, memory_of, tensors_of
+from roll_td.runtime.wire import Place, dumps, dumps_whole, find_unpicklable, memory_of
+
+OUTBOX_BYTES = 1024**3
+"""Bytes of unfetched answers beyond which a rank starts no further command."""
 
 Lengths = np.ndarray[Any, Any]
 T = TypeVar("T")
@@ -50,10 +53,6 @@ class Outbox:
         self._transport, self._driver_rank = transport, driver_rank
         self._answers: dict[int, Unfetched] = {}
 
-    @property
-    def nbytes(self) -> int:
-        return sum(a.nbytes for a in self._answers.values())
-
     def put(self, number: int, answer: Unfetched) -> None:
         self._answers[number] = answer
 
@@ -70,9 +69,13 @@ class Outbox:
             work.wait()
 
     @property
-    def may_settle(self) -> bool:
-        """Whether no bytes are under way that a worker may still write into."""
-        return not any(a.works is not None and any(a.shared) for a in self._answers.values())
+    def is_ready(self) -> bool:
+        """Whether the next command may start: no bytes are under way that a worker may still write
+        into, and there are not too many."""
+        answers = self._answers.values()
+        if any([a.works is not None and any(a.shared) for a in answers]):
+            return False
+        return sum([a.nbytes for a in answers]) <= OUTBOX_BYTES
 
     def settle(self) -> None:
         """Copy what a worker may still write into, so that an answer stays as it was given."""
@@ -93,21 +96,20 @@ class Given:
 
     @classmethod
     def of(cls, data: DataProto) -> Given:
-        width = _width(data)
-        has_lengths = data.batch is not None and "lengths" in data.batch and width is not None
-        return cls(data["lengths"].numpy().copy() if has_lengths else None, width)
+        tensors = data.tensors()
+        width = _width(tensors) if "lengths" in tensors else None
+        return cls(None if width is None else tensors["lengths"].numpy().copy(), width)
 
     def lengths_for(self, result: DataProto) -> Lengths | None:
         """The lengths, if the result has the same rows; other widths are other tokens."""
         if self.lengths is None or len(self.lengths) != len(result):
             return None
-        return self.lengths if _width(result) == self.width else None
+        return self.lengths if _width(result.tensors()) == self.width else None
 
 
-def _width(data: DataProto) -> int | None:
+def _width(tensors: dict[str, torch.Tensor]) -> int | None:
     """T of the token columns; None where there are none, or they differ."""
-    columns = {} if data.batch is None else dict(data.batch.items())
-    widths = {t.shape[1] for n, t in columns.items() if n in TOKEN_COLUMNS and t.dim() >= 2}
+    widths = {t.shape[1] for n, t in tensors.items() if n in TOKEN_COLUMNS and t.dim() >= 2}
     return int(widths.pop()) if len(widths) == 1 else None
 
 
@@ -128,37 +130,38 @@ class Encoded:
     """A result, ready to travel."""
 
     kind: str
-    spec: tuple[Any, ...]
+    spec: Spec
     inline: list[memoryview]
     sent: list[torch.Tensor]
     shared: list[bool]
     """Of each of `sent`, whether the worker may still write into it."""
 
 
-def encode(result: Any, given: Given, doing: Doing) -> Encoded:
-    """A result as what an ANSWER carries. Copies only what is packed or not in main memory."""
-    front: tuple[Any, ...]
-    back: tuple[Any, ...] = ()
+def encode(result: Any, given: Given, doing: Doing, room: int) -> Encoded:
+    """A result as what an ANSWER carries; it carries all buffers if they have at most `room` bytes.
+    Copies only what is packed or not in main memory."""
     if isinstance(result, DataProto):
-        if any(t.device.type != "cpu" for t in tensors_of(result).values()):
+        if not all([t.is_cpu for t in result.tensors().values()]):
             result = result.to("cpu")
         batch = Batch(result, given.lengths_for(result))
         lengths = None
-        if any(c.packed for c in batch.columns) and "lengths" not in batch.tensors:
+        if any([c.packed for c in batch.columns]) and "lengths" not in batch.tensors:
             lengths = np.asarray(batch.lengths, dtype=np.int64)
-        rest = (result.non_tensor_batch, result.meta_info, lengths)
-        back = (dump_result(dumps_whole, rest, result, doing),)
+        beside = (result.non_tensor_batch, result.meta_info, lengths)
+        has_rest = result.non_tensor_batch or result.meta_info or lengths is not None
+        rest = dump_result(dumps_whole, beside, result, doing) if has_rest else b""
         arrays = [batch.piece(i, slice(None)) for i in range(len(batch.columns))]
-        views = [not batch.is_copied(i, slice(None)) for i in range(len(batch.columns))]
-        kind, front = "batch", (batch.columns, batch.num_rows)
+        views = batch.in_place
+        kind, columns, num_rows = "batch", tuple(batch.columns), batch.num_rows
     else:
-        skeleton, arrays, _ = dump_result(dumps, result, result, doing)
+        rest, arrays, _ = dump_result(dumps, result, result, doing)
         views = [True] * len(arrays)
-        kind, front = "value", (skeleton,)
+        kind, columns, num_rows = "value", (), 0
     sizes = tuple([a.nbytes for a in arrays])
-    places = places_of(sizes)
+    in_message = sum(sizes) <= room
+    places = places_of(sizes, in_message)
     inline = [memory_of(a) for a, p in zip(arrays, places, strict=True) if p is Place.INLINE]
     sent = [i for i, place in enumerate(places) if place is Place.SENT]
-    spec = (*front, sizes, places, *back)
+    spec = Spec(columns, num_rows, sizes, in_message, rest)
     buffers = [torch.from_numpy(arrays[i]) for i in sent]
     return Encoded(kind, spec, inline, buffers, [views[i] for i in sent])

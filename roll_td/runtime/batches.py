@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from roll_td.protocol import TOKEN_COLUMNS, DataProto
-from roll_td.runtime.wire import Array, Watch, as_bytes, dumps_whole, from_bytes, tensors_of
+from roll_td.runtime.wire import Array, Buffer, Watch, as_bytes, dumps_whole, from_bytes, memory_of
 
 PACK_BELOW = 0.9
 """Token columns are packed when the real tokens are less than this share of B x T."""
@@ -24,8 +22,7 @@ PACK_BELOW = 0.9
 Rows = slice | tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Column:
+class Column(NamedTuple):
     """A tensor column of a batch: what all shards of it share."""
 
     name: str
@@ -37,18 +34,18 @@ class Column:
     fill: float
     """The value of the padding of a packed column."""
 
-    @cached_property
+    @property
     def row_bytes(self) -> int:
         return math.prod(self.tail) * self.dtype.itemsize
 
-    @cached_property
+    @property
     def token_bytes(self) -> int:
         return math.prod(self.tail[1:]) * self.dtype.itemsize
 
 
 def columns_of(tensors: Mapping[str, torch.Tensor], lengths: Array | None) -> list[Column]:
     """The schema of the columns; which of them are packed follows from `lengths` (B,)."""
-    width, short = _packable(tensors, lengths)
+    width, short = (0, None) if lengths is None else _packable(tensors, lengths)
     columns = []
     for name, tensor in tensors.items():
         packed = (
@@ -62,10 +59,10 @@ def columns_of(tensors: Mapping[str, torch.Tensor], lengths: Array | None) -> li
     return columns
 
 
-def _packable(tensors: Mapping[str, torch.Tensor], lengths: Array | None) -> tuple[int, int | None]:
+def _packable(tensors: Mapping[str, torch.Tensor], lengths: Array) -> tuple[int, int | None]:
     """The width T of the token columns and a row that has padding, or None: don't pack."""
     wide = [t for n, t in tensors.items() if n in TOKEN_COLUMNS and t.dim() >= 2]
-    if lengths is None or not wide or len(lengths) == 0 or len(lengths) != wide[0].shape[0]:
+    if not wide or len(lengths) == 0 or len(lengths) != wide[0].shape[0]:
         return 0, None
     width = int(wide[0].shape[1])
     if lengths.min() < 0 or lengths.max() > width:
@@ -83,88 +80,88 @@ def _pad_of(tensor: torch.Tensor, short_row: int) -> float:
 
 
 def blank(column: Column, num_rows: int) -> torch.Tensor:
-    """Memory (num_rows, *tail) for a column. Where the padding is 0 it is memory that the system
+    """Memory for a column, uint8 (nbytes,). Where the padding is 0 it is memory that the system
     gives as zeros, which costs nothing until it is touched: most padding never is."""
     make = torch.zeros if column.packed and column.fill == 0 else torch.empty
-    return make((num_rows, *column.tail), dtype=column.dtype)
+    return make(num_rows * column.row_bytes, dtype=torch.uint8)
 
 
 def unpack(
-    flat: torch.Tensor, lengths: torch.Tensor, column: Column, out: torch.Tensor, is_zero: bool
+    packed: memoryview, lengths: Array, column: Column, out: memoryview, is_zero: bool
 ) -> None:
-    """Write packed tokens, uint8 (nbytes,), into `out` (b, T, ...), and the padding, unless it is
-    0 and so is all of `out`. Row by row: an index of every token costs more than the copy."""
-    is_done = is_zero and column.fill == 0
-    padding = as_bytes(torch.full(column.tail, column.fill, dtype=column.dtype)).numpy()
-    source, start = flat.numpy(), 0
-    target = as_bytes(out).numpy().reshape(len(out), column.row_bytes)
-    for row, length in zip(target, lengths.tolist(), strict=True):
-        size = length * column.token_bytes
-        row[:size] = source[start : start + size]
-        start += size
-        if not is_done:
-            row[size:] = padding[size:]
+    """Write packed tokens, uint8 (nbytes,), into `out`, uint8 (b * row_bytes,), and the padding,
+    unless it is 0 and so is all of `out`. Row by row: an index of every token costs more than the
+    copy."""
+    padding = None
+    if not is_zero or column.fill != 0:
+        padding = memory_of(as_bytes(torch.full(column.tail, column.fill, dtype=column.dtype)))
+    taken, row_bytes, token_bytes = 0, column.row_bytes, column.token_bytes
+    for row, length in enumerate(lengths.tolist()):
+        size, start = length * token_bytes, row * row_bytes
+        out[start : start + size] = packed[taken : taken + size]
+        taken += size
+        if padding is not None:
+            out[start + size : start + row_bytes] = padding[size:]
 
 
 class Batch:
     """The columns of a DataProto that is to be sent, in shards. Holds views, copies nothing."""
 
     def __init__(self, data: DataProto, default_lengths: Array | None = None):
-        self.tensors = tensors_of(data)
+        self.tensors = data.tensors()
         lengths = self.tensors.get("lengths")
         self.lengths = default_lengths if lengths is None else lengths.numpy()
         self.columns = columns_of(self.tensors, self.lengths)
         self.objects = data.non_tensor_batch
         self.num_rows = len(data)
+        self.watch = Watch("column {!r}", self.tensors)
         self._each = list(self.tensors.values())
-        self.watch = Watch({f"column {name!r}": t for name, t in self.tensors.items()})
-        self._flat = [
-            as_bytes(t).numpy() if t.is_contiguous() and t.device.type == "cpu" else None
+        self._flat: list[Array | None] = [
+            t.detach().view(torch.uint8).numpy().reshape(-1)
+            if t.is_contiguous() and t.is_cpu
+            else None
             for t in self._each
         ]
-        self._sums: Array | None = None
-        if self.lengths is not None and any(c.packed for c in self.columns):
-            self._sums = np.append(0, np.cumsum(self.lengths))
+        self._row_bytes = [c.row_bytes for c in self.columns]
+        self.in_place = [
+            flat is not None and not c.packed
+            for flat, c in zip(self._flat, self.columns, strict=True)
+        ]
+        """Of each column, whether the bytes of some rows in a row need no memory of their own."""
+        self._packed = [i for i, c in enumerate(self.columns) if c.packed]
 
     def nbytes(self, rows: Rows) -> tuple[int, list[int]]:
         """The number of rows of a shard, and the bytes of each of its columns."""
-        tokens = 0
-        if isinstance(rows, slice):
-            start, stop, _ = rows.indices(self.num_rows)
-            count = stop - start
-            if self._sums is not None:
-                tokens = int(self._sums[stop] - self._sums[start])
-        else:
-            count = len(rows)
-            if self._sums is not None:
-                tokens = int(np.diff(self._sums)[list(rows)].sum())
-        return count, [
-            tokens * c.token_bytes if c.packed else count * c.row_bytes for c in self.columns
-        ]
-
-    def is_copied(self, i: int, rows: Rows) -> bool:
-        """Whether the bytes of column i of a shard need memory of their own."""
-        return self.columns[i].packed or self._flat[i] is None or not isinstance(rows, slice)
+        count = len(range(self.num_rows)[rows]) if isinstance(rows, slice) else len(rows)
+        sizes = [count * row_bytes for row_bytes in self._row_bytes]
+        if self._packed and self.lengths is not None:
+            index = rows if isinstance(rows, slice) else list(rows)
+            tokens = int(self.lengths[index].sum())
+            for i in self._packed:
+                sizes[i] = tokens * self.columns[i].token_bytes
+        return count, sizes
 
     def copies(self, rows: Rows) -> bool:
         """Whether sending a shard needs memory of its own."""
-        return any([self.is_copied(i, rows) for i in range(len(self.columns))])
+        return not (isinstance(rows, slice) and all(self.in_place))
 
     def piece(self, i: int, rows: Rows) -> Array:
         """The bytes of column i of a shard, uint8 (nbytes,)."""
-        column, tensor, flat = self.columns[i], self._each[i], self._flat[i]
+        column, flat, size = self.columns[i], self._flat[i], self._row_bytes[i]
+        if flat is not None and not column.packed and isinstance(rows, slice):
+            start, stop, _ = rows.indices(self.num_rows)
+            return flat[start * size : stop * size]
         index = rows if isinstance(rows, slice) else list(rows)
-        numbers: Any = range(*rows.indices(self.num_rows)) if isinstance(rows, slice) else index
-        lengths = self.lengths[index].tolist() if column.packed and self.lengths is not None else []
         if flat is None:  # it lies in pieces, or on a device: bring the shard
-            taken = tensor[index]
-            flat, numbers = as_bytes(taken).numpy(), range(len(taken))
-        if column.packed:
-            return _pack(flat.reshape(-1, column.row_bytes), numbers, lengths, column.token_bytes)
-        if isinstance(numbers, range):
-            return flat[numbers.start * column.row_bytes : numbers.stop * column.row_bytes]
-        picked: Array = flat.reshape(-1, column.row_bytes)[numbers]
-        return picked.reshape(-1)
+            taken = self._each[i][index]
+            numbers: Sequence[int] = range(len(taken))
+            flat = as_bytes(taken).numpy()
+        else:
+            numbers = range(self.num_rows)[index] if isinstance(index, slice) else index
+        if column.packed and self.lengths is not None:
+            return _pack(flat, numbers, self.lengths[index].tolist(), column)
+        is_all = isinstance(numbers, range)
+        return flat if is_all else flat.reshape(self.num_rows, size)[numbers].reshape(-1)
 
     def object_bytes(self, rows: Rows) -> bytes:
         """The object columns of a shard, pickled; empty if there are none."""
@@ -174,31 +171,32 @@ class Batch:
         return dumps_whole({k: v[index] for k, v in self.objects.items()})
 
 
-def _pack(grid: Array, numbers: Sequence[int], lengths: Sequence[int], token_bytes: int) -> Array:
-    """The first `lengths` tokens of the rows `numbers` of grid (B, T * token_bytes), in a row."""
-    out, start = np.empty(sum(lengths) * token_bytes, dtype=np.uint8), 0
+def _pack(flat: Array, numbers: Sequence[int], lengths: Sequence[int], column: Column) -> Array:
+    """The first `lengths` tokens of the rows `numbers` of flat, uint8 (B * row_bytes,)."""
+    row_bytes, token_bytes = column.row_bytes, column.token_bytes
+    out = np.empty(sum(lengths) * token_bytes, dtype=np.uint8)
+    source, target, given = memory_of(flat), memory_of(out), 0
     for number, length in zip(numbers, lengths, strict=True):
-        size = length * token_bytes
-        out[start : start + size] = grid[number, :size]
-        start += size
+        size, start = length * token_bytes, number * row_bytes
+        target[given : given + size] = source[start : start + size]
+        given += size
     return out
 
 
 def rebuild_tensors(
-    columns: Sequence[Column],
-    buffers: Sequence[torch.Tensor],
-    num_rows: int,
-    default_lengths: torch.Tensor | None = None,
+    columns: Sequence[Column], buffers: Sequence[Buffer], num_rows: int
 ) -> dict[str, torch.Tensor]:
     """Columns from the bytes of a shard; packed ones get their padding back."""
     tensors: dict[str, torch.Tensor] = {}
-    for column, flat in zip(columns, buffers, strict=True):
+    for column, buffer in zip(columns, buffers, strict=True):
         if not column.packed:
-            tensors[column.name] = from_bytes(flat, column.dtype, (num_rows, *column.tail))
-    lengths = tensors.get("lengths", default_lengths)
-    for column, flat in zip(columns, buffers, strict=True):
+            tensors[column.name] = from_bytes(buffer, column.dtype, (num_rows, *column.tail))
+    if len(tensors) == len(columns):
+        return tensors
+    lengths = tensors["lengths"].numpy()
+    for column, buffer in zip(columns, buffers, strict=True):
         if column.packed:
-            assert lengths is not None, "a packed column came without lengths"
-            out = tensors[column.name] = blank(column, num_rows)
-            unpack(flat, lengths, column, out, is_zero=True)
+            flat = blank(column, num_rows)
+            unpack(memory_of(buffer), lengths, column, memory_of(flat), is_zero=True)
+            tensors[column.name] = from_bytes(flat, column.dtype, (num_rows, *column.tail))
     return {c.name: tensors[c.name] for c in columns}

@@ -23,11 +23,11 @@ from roll_td.runtime.batches import Batch
 from roll_td.runtime.dispatch import DP_MODES, Dispatch, Registered
 from roll_td.runtime.driver import Call, Driver, current_driver
 from roll_td.runtime.outgoing import Outgoing, Way, batch_share, strip_metrics, value_share
-from roll_td.runtime.parcel import Parcel, Slot
+from roll_td.runtime.parcel import ANSWERS_BYTES, INLINE_BYTES, Parcel, Slot
 from roll_td.runtime.refs import Refs, Reply, Stream
 from roll_td.runtime.together import post_groups
 from roll_td.runtime.transport import Group, Ranks
-from roll_td.runtime.wire import INLINE_BYTES, dumps, dumps_whole, find_unpicklable, is_picklable
+from roll_td.runtime.wire import dumps, dumps_whole, find_unpicklable, is_picklable
 
 
 class ResourceManager:
@@ -227,6 +227,7 @@ class Cluster:
             "clear_cache": registered.clear_cache,
             "prefetch": registered.prefetch,
             "answering": answering,
+            "room": ANSWERS_BYTES // max(len(answering), 1),
             "parcels": parcels,
         }
         driver.post("call", body, call, self._homes, outgoing)
@@ -266,7 +267,8 @@ class Cluster:
         parcels, outgoing = [], []
         for index, data in enumerate(found):
             with self._sending(name, (data,), {}):
-                batch, meta = Batch(data), pickle.dumps(strip_metrics(data), 5)
+                batch, meta_info = Batch(data), strip_metrics(data)
+                meta = pickle.dumps(meta_info, 5) if meta_info else b""
                 parcels.append(Parcel(index, tuple(batch.columns), meta))
                 outgoing += self._shards(batch, mode, plan)
         with self._sending(name, args, kwargs):
@@ -277,7 +279,8 @@ class Cluster:
             value = value._replace(skeleton=b"")
         else:
             parcels.append(Parcel(None, (), b""))
-        outgoing.append(value_share(value, everyone))
+        if value.skeleton or value.buffers:
+            outgoing.append(value_share(value, everyone))
         return parcels, outgoing, plan
 
     def _plan_of(self, name: str, found: list[DataProto]) -> StepPlan | None:

@@ -1,6 +1,6 @@
 """The control channel: one TCP connection from each rank to the driver, full frames only.
 
-A frame is a kind, a head (pickled), and raw chunks. `Hub` is the driver's end of all connections.
+A frame is a kind, a head (pickled), and raw buffers. `Hub` is the driver's end of all connections.
 The end of file of a connection is the sign of death, whether the rank is idle or busy. Every
 rank connects, the driver's own too, so that there is one code path.
 
@@ -24,20 +24,25 @@ from __future__ import annotations
 import contextlib
 import hmac
 import pickle
-import queue
 import select
 import selectors
 import socket
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 from typing import Any, Protocol
 
-PREFIX = struct.Struct("<BxxxIIQ")
+import numpy as np
+
+PREFIX = struct.Struct("<BxxxIIII")  # kind, bytes of head and own, inline buffers, see NEAR_BYTES
+SIZE = struct.Struct("<Q")  # of an inline buffer; all sizes follow the prefix
+NEAR_BYTES = 128 * 1024
+"""If all inline buffers have less, they are read at once with the head, and then copied apart."""
 HELLO = struct.Struct("<32sIB")  # token, rank, which of its two connections
 TOKEN_CHARS = 32
 Chunk = bytes | memoryview
+"""A memoryview is of format B."""
 
 
 class Kind(IntEnum):
@@ -62,11 +67,12 @@ class Kind(IntEnum):
 
 
 class Frame:
-    """A received frame: `head` is the shared part, `own` the receiver's, `inline` raw bytes."""
+    """A received frame: `head` is the shared part, `own` the receiver's, `inline` raw buffers,
+    each in memory of its own."""
 
     __slots__ = ("head", "inline", "kind", "own")
 
-    def __init__(self, kind: Kind, head: memoryview, own: memoryview, inline: memoryview):
+    def __init__(self, kind: Kind, head: memoryview, own: memoryview, inline: list[memoryview]):
         self.kind, self.head, self.own, self.inline = kind, head, own, inline
 
     def load(self) -> Any:
@@ -83,15 +89,46 @@ class Sender(Protocol):
 
 def _write(sock: socket.socket, parts: list[Chunk]) -> int:
     """Write all parts; returns the bytes written."""
-    views = [memoryview(p).cast("B") for p in parts if len(p)]
-    total = sum(v.nbytes for v in views)
+    total = sum(map(len, parts))
+    sent = sock.sendmsg(parts[:512])
+    if sent == total:
+        return total
+    views = _beyond([memoryview(p) for p in parts], sent)
     while views:
-        sent = sock.sendmsg(views[:512])
-        while views and sent >= views[0].nbytes:
-            sent -= views.pop(0).nbytes
-        if sent:
-            views[0] = views[0][sent:]
+        views = _beyond(views, sock.sendmsg(views[:512]))
     return total
+
+
+def _beyond(buffers: list[memoryview], count: int) -> list[memoryview]:
+    """What of buffers comes after so many bytes."""
+    for i, buffer in enumerate(buffers):
+        if count < len(buffer):
+            return [buffer[count:], *buffers[i + 1 :]]
+        count -= len(buffer)
+    return []
+
+
+def _frames() -> Iterator[list[memoryview] | Frame]:
+    """Frame after frame: first the buffers that are to be filled next, then the frame."""
+    prefix = memoryview(bytearray(PREFIX.size))
+    while True:
+        yield [prefix]
+        kind, head, own, count, near = PREFIX.unpack(prefix)
+        start = SIZE.size * count
+        end = at = start + head + own
+        front = memoryview(bytearray(end + near))
+        if front:
+            yield [front]
+        inline: list[memoryview] = []
+        for (size,) in SIZE.iter_unpack(front[:start]):
+            if near:
+                inline.append(memoryview(bytearray(front[at : at + size])))
+                at += size
+            else:
+                inline.append(np.empty(size, dtype=np.uint8).data)
+        if count and not near:
+            yield [buffer for buffer in inline if len(buffer)]
+        yield Frame(Kind(kind), front[start : start + head], front[start + head : end], inline)
 
 
 class Connection:
@@ -102,13 +139,15 @@ class Connection:
         self.sock = sock
         self._lock = threading.Lock()
         self.bytes_sent = 0
-        self._prefix: tuple[int, ...] | None = None  # of the frame whose body comes in
-        self._part = memoryview(bytearray(PREFIX.size))
-        self._done = 0
+        self._frames = _frames()
+        self._wanted: list[memoryview] = []  # what comes in next
 
     def send(self, kind: Kind, head: bytes, own: bytes = b"", inline: Sequence[Chunk] = ()) -> None:
-        size = sum(memoryview(c).nbytes for c in inline)
-        parts = [PREFIX.pack(kind, len(head), len(own), size), head, own, *inline]
+        sizes = [SIZE.pack(len(chunk)) for chunk in inline]
+        size = sum(map(len, inline))
+        near = size if size < NEAR_BYTES else 0
+        prefix = PREFIX.pack(kind, len(head), len(own), len(inline), near)
+        parts = [prefix, *sizes, head, own, *inline]
         with self._lock:
             self.bytes_sent += _write(self.sock, parts)
 
@@ -117,7 +156,7 @@ class Connection:
         if not self._lock.acquire(timeout=0.2):
             return
         try:
-            parts = [PREFIX.pack(kind, len(head), 0, 0), head]
+            parts = [PREFIX.pack(kind, len(head), 0, 0, 0), head]
             self.sock.sendmsg(parts, (), socket.MSG_DONTWAIT)
         except OSError:
             pass  # gone, or its buffer is full: its own watch ends it
@@ -130,23 +169,24 @@ class Connection:
 
     def poll(self, flags: int = socket.MSG_DONTWAIT) -> Frame | None:
         """The next frame; None at the end of file; BlockingIOError if not all of it is here."""
-        while self._done < len(self._part):
-            try:
-                count = self.sock.recv_into(self._part[self._done :], 0, flags)
-            except BlockingIOError:
-                raise
-            except OSError:
-                return None
-            if count == 0:
-                return None
-            self._done += count
-            if self._done == len(self._part) and self._prefix is None:
-                self._prefix = PREFIX.unpack(self._part)
-                self._part, self._done = memoryview(bytearray(sum(self._prefix[1:]))), 0
-        assert self._prefix is not None
-        (kind, head, own, _), body = self._prefix, self._part
-        self._prefix, self._part, self._done = None, memoryview(bytearray(PREFIX.size)), 0
-        return Frame(Kind(kind), body[:head], body[head : head + own], body[head + own :])
+        while True:
+            while wanted := self._wanted:
+                try:
+                    if len(wanted) == 1:
+                        count = self.sock.recv_into(wanted[0], 0, flags)
+                    else:
+                        count = self.sock.recvmsg_into(wanted[:512], 0, flags)[0]
+                except BlockingIOError:
+                    raise
+                except OSError:
+                    return None
+                if count == 0:
+                    return None
+                self._wanted = _beyond(wanted, count)
+            step = next(self._frames)
+            if isinstance(step, Frame):
+                return step
+            self._wanted = step
 
     def close(self) -> None:
         self.sock.close()
@@ -305,64 +345,3 @@ class Hub:
                         selector.unregister(key.fileobj)
                         links -= 1
                     on_frame(rank, frame)
-
-
-class LocalLine:
-    """A frame queue between two threads of one process, with the manners of a socket."""
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
-
-    def send(self, kind: Kind, head: bytes, own: bytes = b"", inline: Sequence[Chunk] = ()) -> None:
-        raw = b"".join(bytes(c) for c in inline)
-        self._queue.put(Frame(kind, memoryview(head), memoryview(own), memoryview(raw)))
-
-    def receive(self) -> Frame | None:
-        return self._queue.get()
-
-    def close(self) -> None:
-        self._queue.put(None)
-
-
-class _Tagged:
-    """A rank's end of the shared line to a local hub."""
-
-    def __init__(self, rank: int, line: queue.SimpleQueue[tuple[int, Frame | None]]):
-        self._rank, self._line = rank, line
-
-    def send(self, kind: Kind, head: bytes, own: bytes = b"", inline: Sequence[Chunk] = ()) -> None:
-        raw = b"".join(bytes(c) for c in inline)
-        frame = Frame(kind, memoryview(head), memoryview(own), memoryview(raw))
-        self._line.put((self._rank, frame))
-
-
-class LocalHub:
-    """A hub for executors that are threads of this process: what unit tests use."""
-
-    def __init__(self, world_size: int):
-        self._line: queue.SimpleQueue[tuple[int, Frame | None]] = queue.SimpleQueue()
-        self.lines = [LocalLine() for _ in range(world_size)]
-        self.bytes_sent = 0
-
-    def sender(self, rank: int) -> Sender:
-        return self.lines[rank]
-
-    def link(self, rank: int) -> Sender:
-        """What rank `rank` sends with."""
-        return _Tagged(rank, self._line)
-
-    def send_now(self, kind: Kind, head: bytes) -> None:
-        for line in self.lines:
-            line.send(kind, head)
-
-    def close(self) -> None:
-        for line in self.lines:
-            line.close()
-        self._line.put((-1, None))
-
-    def serve(self, on_frame: OnFrame) -> None:
-        while True:
-            rank, frame = self._line.get()
-            if rank < 0:
-                return
-            on_frame(rank, frame)

@@ -23,10 +23,10 @@ from roll_td.runtime.control import Chunk, Frame, Kind
 from roll_td.runtime.failure import Cause, WorkerError
 from roll_td.runtime.landing import Answer, Landing
 from roll_td.runtime.outgoing import Key, Outgoing, Sending
-from roll_td.runtime.parcel import Share
+from roll_td.runtime.parcel import MESSAGE_BYTES, MESSAGES_BYTES, Share, Spec
 from roll_td.runtime.trace import TraceWriter
 from roll_td.runtime.transport import Group, Ranks, Transport, Work
-from roll_td.runtime.wire import Watch, loads_whole
+from roll_td.runtime.wire import Place, Watch, loads_whole
 
 _current: Driver | None = None
 
@@ -51,6 +51,8 @@ class Call:
         self.answering: tuple[int, ...] = ()
         self.join = False
         self.sent_at_once: list[Key] = []
+        self.in_messages = 0
+        """Bytes of buffers that went in control messages for being small in all."""
         self.sent_from: list[int] = []
         self.watches: list[Watch] = []
         self.answers: dict[int, Answer] = {}
@@ -170,8 +172,9 @@ class Driver:
             key = tuple(map(id, mine))
             if key not in owns:
                 shares = self._expect(call, mine, told)
-                own = pickle.dumps(shares, 5) if mine else b""
-                owns[key] = own, [chunk for o in mine for chunk in o.inline()]
+                own = pickle.dumps([tuple(share) for share in shares], 5) if mine else b""
+                pairs = zip(mine, shares, strict=True)
+                owns[key] = own, [chunk for o, share in pairs for chunk in o.inline(share.places)]
             self._running[rank][call.number] = call  # before its answer can come
             self.hub.sender(rank).send(Kind.COMMAND, head, *owns[key])
         hold = pickle.dumps((call.number, "hold", {}), 5) if call.owned else b""
@@ -181,25 +184,35 @@ class Driver:
         for at_once in call.sent_at_once:
             self.sending.ready(at_once)
 
-    def _expect(
-        self, call: Call, mine: Sequence[Outgoing], told: dict[Key, Share]
-    ) -> list[tuple[Any, ...]]:
+    def _expect(self, call: Call, mine: Sequence[Outgoing], told: dict[Key, Share]) -> list[Share]:
         """Expect what the receivers of shares will say, and give the shares as they are told. A
         rank counts its own shares; those of one gang have the same count on all its members."""
         shares = []
         for index, out in enumerate(mine):
             share, key = out.share, (call.number, out.share.source << 8 | index)
-            if share.is_sent and key not in told:
-                if not out.copies and not self._running[share.source]:
-                    share = share._replace(at_once=True)
-                    call.sent_at_once.append(key)
+            if key in told:
+                share = told[key]
+            elif share.is_sent:
+                share = told[key] = self._offer(call, key, out)
                 if share.copies > 1:
                     self._expect_gang(call.number, index, out.receivers)
-                self.sending.offer(key, out, call.group)
-                call.watches.append(out.watch)
-                told[key] = share
-            shares.append(tuple(told.get(key, share)))
+            shares.append(share)
         return shares
+
+    def _offer(self, call: Call, key: Key, out: Outgoing) -> Share:
+        """How a share is sent that does not go in the control message for its small buffers."""
+        share, size = out.share, sum(out.share.sizes)
+        is_idle = not self._running[share.source]
+        if is_idle and share.copies == 1 and size <= MESSAGE_BYTES:
+            call.in_messages += size
+            if call.in_messages <= MESSAGES_BYTES:
+                return share._replace(in_message=True)
+        if is_idle and not out.copies:
+            share = share._replace(at_once=True)
+            call.sent_at_once.append(key)
+        self.sending.offer(key, out, call.group)
+        call.watches.append(out.watch)
+        return share
 
     # --- what the ranks say ------------------------------------------------------------------
 
@@ -211,7 +224,7 @@ class Driver:
             return
         if frame.kind is Kind.ANSWER:
             number, worker, kind, spec, times = frame.load()
-            self._answer(number, Answer(worker, rank, kind, spec, times, frame.inline))
+            self._answer(number, Answer(worker, rank, kind, Spec(*spec), times, frame.inline))
         elif frame.kind is Kind.READY:
             number, index = frame.load()
             self.sending.ready((number, rank << 8 | index))
@@ -270,7 +283,7 @@ class Driver:
         answers = [call.answers[w] for w in call.answering]
         call.landing = Landing(answers, call.join)
         works = call.landing.receive(self.transport, call.group, number & 0x7FFFFFFF)
-        call.sent_from = [a.rank for a in answers if a.is_sent]
+        call.sent_from = [a.rank for a in answers if Place.SENT in a.spec.places]
         for rank in call.sent_from:
             self.hub.sender(rank).send(Kind.SEND, pickle.dumps(number))
         if works:

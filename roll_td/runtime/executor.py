@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 from roll_td.config.classes import import_class, import_object
 from roll_td.distributed.topology import mesh_shape
 from roll_td.platform import current_platform, physical_device
-from roll_td.runtime.answers import Doing, Given, Outbox, Unfetched, dump_result, encode
+from roll_td.runtime.answers import Doing, Encoded, Given, Outbox, Unfetched, dump_result, encode
 from roll_td.runtime.arrivals import Arrivals, Command
 from roll_td.runtime.control import Frame, Kind, Sender
 from roll_td.runtime.failure import Cause
@@ -31,9 +31,6 @@ from roll_td.runtime.together import Here
 from roll_td.runtime.transport import Group, Transport
 from roll_td.runtime.wire import dumps_whole, loads_whole
 from roll_td.runtime.worker import WorkerContext
-
-OUTBOX_BYTES = 1024**3
-"""Bytes of unfetched answers beyond which a rank starts no further command."""
 
 _IDLE = Doing("", None, "")
 
@@ -69,7 +66,7 @@ class Executor:
         self.driver_rank, self.device, self.local_rank = driver_rank, device, local_rank
         self.on_error = on_error
         self._changed = threading.Condition(threading.RLock())
-        # all below is guarded by it
+        # all below is guarded by it, but for the main thread's looks at what only it takes away
         self._queue: deque[Command] = deque()
         self._workers: dict[str, _Seated] = {}
         self._go: set[tuple[int, int]] = set()
@@ -133,11 +130,12 @@ class Executor:
 
     def _next(self) -> Command | None:
         self._doing = _IDLE
-        box = self._outbox
-        self._wait(lambda: (self._queue and box.nbytes <= OUTBOX_BYTES) or self._ended)
-        self._wait(lambda: box.may_settle or self._ended)
         with self._changed:
-            box.settle()
+            while not (self._ended or self._failed or (self._queue and self._outbox.is_ready)):
+                self._changed.wait()
+            if self._failed:
+                raise _Stopped
+            self._outbox.settle()
             return self._queue.popleft() if self._queue else None
 
     def _execute(self, command: Command) -> None:
@@ -150,8 +148,9 @@ class Executor:
             return self._together(command, started)
         if op == "hold":
             self._doing = Doing("", None, "hold")
-            with self._prefetching():
-                self._wait(lambda: number in self._released)
+            self._let_prefetch()
+            self._wait(lambda: number in self._released)
+            self._may_prefetch = False
             return self._released.discard(number)
         if op == "groups":
             self._doing = Doing("", None, "groups")
@@ -162,7 +161,7 @@ class Executor:
         else:
             worker = self._build(body)
         times = (command.received, started, started, time.time())
-        self._send(Kind.ANSWER, (number, worker, "none", None, times))
+        self._send(Kind.ANSWER, (number, worker, "none", (), times))
 
     def _build(self, body: dict[str, Any]) -> int:
         """Make the worker of a role that lives here; gives its rank in the role."""
@@ -206,7 +205,8 @@ class Executor:
         self._doing = Doing(seated.role, seated.rank, method)
         args, kwargs, given = self._receive(command, seated)
         here = time.time()
-        with self._prefetching(), self._own_draws():
+        self._let_prefetch()
+        with self._own_draws():
             seed_command(
                 body["seed"], seated.role, seated.rank, body["step"], method, body["count"]
             )
@@ -214,25 +214,29 @@ class Executor:
             del args, kwargs
             if body["clear_cache"]:
                 current_platform.empty_cache()
+        self._may_prefetch = False
         times = (command.received, started, here, time.time())
         if result is None or seated.rank not in body["answering"]:
-            self._send(Kind.ANSWER, (number, seated.rank, "none", None, times))
+            self._send(Kind.ANSWER, (number, seated.rank, "none", (), times))
         else:
-            self._answer(number, seated, result, given, times)
+            answer = encode(result, given, self._doing, body["room"])
+            self._answer(number, seated, answer, times)
 
     def _together(self, command: Command, started: float) -> None:
         number, _, body = command.load()
         here = [self._workers[name] for name in body["clusters"] if name in self._workers]
         place, function = body["ranks"].index(self.rank), body["function"]
         self._doing = Doing(here[0].role, here[0].rank, function.rpartition(".")[2])
-        with self._prefetching(), self._own_draws():
+        self._let_prefetch()
+        with self._own_draws():
             self._gang((number, -1))
             began = time.time()
             seed_command(body["seed"], body["role"], place, body["step"], function, body["count"])
             workers = {seated.role: seated.worker for seated in here}
             given = Here(self.rank, workers, self.transport)
             result = import_object(function)(given, **body["arguments"])
-        answer = encode(result, Given(None, None), self._doing)
+        self._may_prefetch = False
+        answer = encode(result, Given(None, None), self._doing, room=0)
         if answer.sent:
             nbytes = sum(buffer.numel() for buffer in answer.sent)
             raise ValueError(
@@ -240,7 +244,7 @@ class Executor:
                 "return what the driver decides by"
             )
         times = (command.received, started, began, time.time())
-        head = (number, place, answer.kind, answer.spec, times)
+        head = (number, place, answer.kind, tuple(answer.spec), times)
         self._send(Kind.ANSWER, head, answer.inline)
 
     def _own_draws(self) -> contextlib.AbstractContextManager[None]:
@@ -259,8 +263,7 @@ class Executor:
         self, command: Command, seated: _Seated
     ) -> tuple[tuple[Any, ...], dict[str, Any], Given]:
         """The arguments of a call, and what they say of its result's rows."""
-        with self._changed:
-            arrivals, self._ahead = self._ahead, None
+        arrivals, self._ahead = self._ahead, None
         if arrivals is None:
             arrivals = self._arrivals(command, seated.data_group)
             arrivals.wait()
@@ -282,18 +285,17 @@ class Executor:
     def _arrivals(self, command: Command, group: Group) -> Arrivals:
         return Arrivals(command, self.transport, self.link, self.driver_rank, group)
 
-    @contextlib.contextmanager
-    def _prefetching(self) -> Iterator[None]:
-        """While a command runs, the rows of the next one may come in."""
-        with self._changed:
-            self._may_prefetch = True
-            self._prefetch()
-        yield
-        with self._changed:
-            self._may_prefetch = False
+    def _let_prefetch(self) -> None:
+        """From now on, until `_may_prefetch` is taken back, the rows of the next command may come
+        in. Either this thread sees that command in the queue, or the reader sees that it may."""
+        self._may_prefetch = True
+        if self._queue:
+            with self._changed:
+                self._prefetch()
 
     def _prefetch(self) -> None:
-        """Post the receives of the next command, if it asks for that. One command ahead."""
+        """Post the receives of the next command, if it asks for that. One command ahead. Its user
+        holds the lock, and so does who takes the command off the queue."""
         if not self._may_prefetch or not self._queue or self._ahead is not None:
             return
         command = self._queue[0]
@@ -321,14 +323,13 @@ class Executor:
         self.link.send(kind, pickle.dumps(head, 5), b"", inline)
 
     def _answer(
-        self, number: int, seated: _Seated, result: Any, given: Given, times: tuple[float, ...]
+        self, number: int, seated: _Seated, answer: Encoded, times: tuple[float, ...]
     ) -> None:
-        answer = encode(result, given, self._doing)
         if answer.sent:
             with self._changed:
                 self._outbox.put(number, Unfetched(answer.sent, answer.shared, seated.data_group))
         times = (*times[:3], time.time())
-        head = (number, seated.rank, answer.kind, answer.spec, times)
+        head = (number, seated.rank, answer.kind, tuple(answer.spec), times)
         self._send(Kind.ANSWER, head, answer.inline)
 
     # --- requests ---------------------------------------------------------------------------

@@ -7,6 +7,7 @@ methods can't run collectives. All ranks share one random state.
 from __future__ import annotations
 
 import os
+import queue
 import threading
 from collections.abc import Sequence
 from types import TracebackType
@@ -15,7 +16,7 @@ import torch
 
 from roll_td.placement import world_layout
 from roll_td.runtime import driver as driver_module
-from roll_td.runtime.control import LocalHub
+from roll_td.runtime.control import Chunk, Frame, Kind, OnFrame, Sender
 from roll_td.runtime.driver import Driver
 from roll_td.runtime.executor import Executor
 from roll_td.runtime.failure import Cause, WorkerError
@@ -123,3 +124,67 @@ class LocalJob:
             executor.run()
         except BaseException as error:
             self.fail(Cause.of(error, "exception", rank, method="the executor"))
+
+
+def _copied(kind: Kind, head: bytes, own: bytes, inline: Sequence[Chunk]) -> Frame:
+    """A frame as it arrives: buffers are the receiver's own."""
+    own_buffers = [memoryview(bytearray(chunk)) for chunk in inline]
+    return Frame(kind, memoryview(head), memoryview(own), own_buffers)
+
+
+class LocalLine:
+    """A frame queue between two threads of one process, with the manners of a socket."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
+
+    def send(self, kind: Kind, head: bytes, own: bytes = b"", inline: Sequence[Chunk] = ()) -> None:
+        self._queue.put(_copied(kind, head, own, inline))
+
+    def receive(self) -> Frame | None:
+        return self._queue.get()
+
+    def close(self) -> None:
+        self._queue.put(None)
+
+
+class _Tagged:
+    """A rank's end of the shared line to a local hub."""
+
+    def __init__(self, rank: int, line: queue.SimpleQueue[tuple[int, Frame | None]]):
+        self._rank, self._line = rank, line
+
+    def send(self, kind: Kind, head: bytes, own: bytes = b"", inline: Sequence[Chunk] = ()) -> None:
+        self._line.put((self._rank, _copied(kind, head, own, inline)))
+
+
+class LocalHub:
+    """A hub for executors that are threads of this process: what unit tests use."""
+
+    def __init__(self, world_size: int):
+        self._line: queue.SimpleQueue[tuple[int, Frame | None]] = queue.SimpleQueue()
+        self.lines = [LocalLine() for _ in range(world_size)]
+        self.bytes_sent = 0
+
+    def sender(self, rank: int) -> Sender:
+        return self.lines[rank]
+
+    def link(self, rank: int) -> Sender:
+        """What rank `rank` sends with."""
+        return _Tagged(rank, self._line)
+
+    def send_now(self, kind: Kind, head: bytes) -> None:
+        for line in self.lines:
+            line.send(kind, head)
+
+    def close(self) -> None:
+        for line in self.lines:
+            line.close()
+        self._line.put((-1, None))
+
+    def serve(self, on_frame: OnFrame) -> None:
+        while True:
+            rank, frame = self._line.get()
+            if rank < 0:
+                return
+            on_frame(rank, frame)

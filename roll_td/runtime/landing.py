@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,95 +11,93 @@ import torch
 
 from roll_td.protocol import DataProto, merge_meta
 from roll_td.runtime.batches import Column, blank, unpack
+from roll_td.runtime.parcel import Spec
 from roll_td.runtime.transport import Group, Transport, Work
-from roll_td.runtime.wire import Place, as_bytes, loads, loads_whole, owned, table
+from roll_td.runtime.wire import Buffer, Place, from_bytes, loads, loads_whole, memory_of, table
 
 
 @dataclass
 class Answer:
-    """What one worker answered: the head, the inline bytes, and later the buffers."""
+    """What one worker answered: the head and the inline bytes."""
 
     worker: int
     rank: int
     kind: str
-    spec: Any
+    spec: Spec
     times: tuple[float, ...]
-    inline: memoryview
-
-    @property
-    def columns(self) -> tuple[Column, ...]:
-        return tuple(self.spec[0]) if self.kind == "batch" else ()
-
-    @property
-    def num_rows(self) -> int:
-        return int(self.spec[1]) if self.kind == "batch" else 0
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        return () if self.kind == "none" else tuple(self.spec[-3 if self.kind == "batch" else 1])
-
-    @property
-    def places(self) -> tuple[Place, ...]:
-        return () if self.kind == "none" else tuple(self.spec[-2 if self.kind == "batch" else 2])
-
-    @property
-    def is_sent(self) -> bool:
-        """Whether some of its bytes come by the transport."""
-        return Place.SENT in self.places
+    inline: list[memoryview]
 
 
 def _same(a: Answer, b: Answer) -> bool:
     def key(answer: Answer) -> list[tuple[Any, ...]]:
-        return [(c.name, c.dtype, c.tail) for c in answer.columns]
+        return [(c.name, c.dtype, c.tail) for c in answer.spec.columns]
 
     return a.kind == b.kind == "batch" and key(a) == key(b)
 
 
+class _Rows:
+    """Memory for rows of the columns of a batch."""
+
+    def __init__(self, columns: Sequence[Column], num_rows: int):
+        flat = {c.name: blank(c, num_rows) for c in columns}
+        self._memory = {name: memory_of(f) for name, f in flat.items()}
+        self.zeros = {c.name for c in columns if c.packed and c.fill == 0}
+        self.tensors = {
+            c.name: from_bytes(flat[c.name], c.dtype, (num_rows, *c.tail)) for c in columns
+        }
+
+    def bytes_of(self, column: Column, first: int, last: int) -> memoryview:
+        """The memory of some rows of a column."""
+        size = column.row_bytes
+        return self._memory[column.name][first * size : last * size]
+
+
+def _landing_place(size: int, into: memoryview | None) -> torch.Tensor:
+    if into is None:
+        return torch.empty(size, dtype=torch.uint8)
+    return torch.frombuffer(into, dtype=torch.uint8)
+
+
 class Landing:
-    """The buffers of the answers of one call. `whole` holds the joined columns, where all
+    """The memory for the answers of one call. `whole` holds the joined columns, where all
     answers are batches of one schema; each part is then a slice of it."""
 
     def __init__(self, answers: list[Answer], join: bool):
         self.answers = answers
-        self.whole: dict[str, torch.Tensor] | None = None
         self.starts = [0]
         for answer in answers:
-            self.starts.append(self.starts[-1] + answer.num_rows)
-        if join and answers and all(_same(answers[0], a) for a in answers):
-            self.whole = {c.name: blank(c, self.starts[-1]) for c in answers[0].columns}
-        made_for = answers[:1] if self.whole is not None else answers
-        self._zeros = {c.name for a in made_for for c in a.columns if c.packed and c.fill == 0}
+            self.starts.append(self.starts[-1] + answer.spec.num_rows)
+        self.whole: _Rows | None = None
+        if join and answers and all([_same(answers[0], a) for a in answers]):
+            self.whole = _Rows(answers[0].spec.columns, self.starts[-1])
+        self._parts = [self.whole or _Rows(a.spec.columns, a.spec.num_rows) for a in answers]
         self._lock = threading.Lock()
-        self.tensors = [self._columns_of(i) for i in range(len(answers))]
-        self.buffers = [self._buffers_of(i) for i in range(len(answers))]
+        self.buffers: list[list[Buffer]] = [[] for _ in answers]
+        """Of each answer, what does not land in a column: buffers of a value, packed columns."""
 
-    def _columns_of(self, i: int) -> dict[str, torch.Tensor]:
-        answer = self.answers[i]
-        if self.whole is not None:
-            return {k: v[self.starts[i] : self.starts[i + 1]] for k, v in self.whole.items()}
-        return {c.name: blank(c, answer.num_rows) for c in answer.columns}
-
-    def _buffers_of(self, i: int) -> list[torch.Tensor]:
-        """Where each buffer lands: a slice of the column, or memory of its own if packed."""
-        answer = self.answers[i]
-        if answer.kind != "batch":
-            return [torch.empty(size, dtype=torch.uint8) for size in answer.sizes]
-        return [
-            torch.empty(size, dtype=torch.uint8) if c.packed else as_bytes(self.tensors[i][c.name])
-            for c, size in zip(answer.columns, answer.sizes, strict=True)
-        ]
+    def _rows_of(self, i: int) -> tuple[int, int]:
+        """Where the rows of answer i are in their part."""
+        start = self.starts[i] if self.whole is not None else 0
+        return start, start + self.answers[i].spec.num_rows
 
     def receive(self, transport: Transport, group: Group, tag: int) -> list[Work]:
         """Copy what came inline; post the receives of the rest."""
         works = []
-        for answer, buffers in zip(self.answers, self.buffers, strict=True):
-            offset = 0
-            for buffer, place in zip(buffers, answer.places, strict=True):
-                if place is Place.SENT:
+        for i, (answer, part) in enumerate(zip(self.answers, self._parts, strict=True)):
+            spec, inline, answer.inline = answer.spec, iter(answer.inline), []
+            for k, (size, place) in enumerate(zip(spec.sizes, spec.places, strict=True)):
+                column, into = spec.columns[k] if spec.columns else None, None
+                if column is not None and not column.packed:
+                    into = part.bytes_of(column, *self._rows_of(i))
+                if place is Place.INLINE:
+                    buffer: Any = next(inline)
+                    if into is not None:
+                        into[:] = buffer
+                else:
+                    buffer = _landing_place(size, into)
                     works.append(transport.irecv(buffer, answer.rank, group, tag))
-                elif buffer.numel():
-                    buffer.copy_(owned(answer.inline[offset : offset + buffer.numel()]))
-                    offset += buffer.numel()
+                if into is None:
+                    self.buffers[i].append(buffer)
         return works
 
     def value(self, i: int) -> Any:
@@ -107,23 +106,30 @@ class Landing:
         if answer.kind == "none":
             return None
         if answer.kind == "value":
-            return loads(answer.spec[0], self.buffers[i])
+            return loads(answer.spec.rest, self.buffers[i])
         objects, meta_info = self._rest(i)
-        return DataProto(table(dict(self.tensors[i]), objects, answer.num_rows), objects, meta_info)
+        first, last = self._rows_of(i)
+        tensors = {name: t[first:last] for name, t in self._parts[i].tensors.items()}
+        return DataProto(table(tensors, objects, answer.spec.num_rows), objects, meta_info)
 
     def _rest(self, i: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """Object columns and meta_info of a batch, after its packed columns are put into place."""
-        objects, meta_info, lengths = loads_whole(self.answers[i].spec[-1])
-        tensors = self.tensors[i]
-        own = tensors.get("lengths")
-        if own is None and lengths is not None:
-            own = torch.from_numpy(lengths)
+        answer, part = self.answers[i], self._parts[i]
+        objects, meta_info, lengths = {}, {}, None
+        if answer.spec.rest:
+            objects, meta_info, lengths = loads_whole(answer.spec.rest)
         with self._lock:
             buffers, self.buffers[i] = self.buffers[i], []
-            for column, flat in zip(self.answers[i].columns, buffers, strict=False):
-                if column.packed:
-                    assert own is not None, "a packed column came without lengths"
-                    unpack(flat, own, column, tensors[column.name], column.name in self._zeros)
+            if not buffers:
+                return objects, meta_info
+            first, last = self._rows_of(i)
+            if "lengths" in part.tensors:
+                lengths = part.tensors["lengths"][first:last].numpy()
+            assert lengths is not None, "a packed column came without lengths"
+            packed = [c for c in answer.spec.columns if c.packed]
+            for column, buffer in zip(packed, buffers, strict=True):
+                out = part.bytes_of(column, first, last)
+                unpack(memory_of(buffer), lengths, column, out, column.name in part.zeros)
         return objects, meta_info
 
     def values(self) -> list[Any]:
@@ -134,7 +140,10 @@ class Landing:
         """All answers as one batch; the columns are already in place."""
         assert self.whole is not None
         rests = [self._rest(i) for i in range(len(self.answers))]
-        objects = DataProto.concat([DataProto(None, columns) for columns, _ in rests])
+        columns: dict[str, Any] = {}
+        if any([objects for objects, _ in rests]):
+            parts = [DataProto(None, objects) for objects, _ in rests]
+            columns = DataProto.concat(parts).non_tensor_batch
         meta_info = merge_meta([meta_info for _, meta_info in rests])
-        columns = objects.non_tensor_batch
-        return DataProto(table(dict(self.whole), columns, self.starts[-1]), columns, meta_info)
+        tensors = table(dict(self.whole.tensors), columns, self.starts[-1])
+        return DataProto(tensors, columns, meta_info)

@@ -1,15 +1,16 @@
 """The driver's sending side: which bytes of a call go where, and when.
 
-A share is sent straight from the batch when its source has said that it is ready, or at once if it
-has nothing else to do. Where sending needs a copy (packed or permuted rows) the copies in flight
-are bounded.
+A share goes in the control message if it is small, or not large and its source has nothing else to
+do. Else it is sent straight from the batch when its source has said that it is ready, or at once if
+that has nothing else to do. Where sending needs a copy (packed or permuted rows) the copies in
+flight are bounded.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -45,14 +46,9 @@ class Outgoing:
     watch: Watch
     """Over what is sent."""
 
-    def inline(self) -> list[Chunk]:
-        """The bytes that travel in the control message."""
-        share = self.share
-        return [
-            memory_of(self.piece(i))
-            for i, place in enumerate(share.places)
-            if place is Place.INLINE and share.sizes[i]
-        ]
+    def inline(self, places: Sequence[Place]) -> list[Chunk]:
+        """The buffers that travel in the control message, of those in these places."""
+        return [memory_of(self.piece(i)) for i, p in enumerate(places) if p is Place.INLINE]
 
 
 @dataclass(frozen=True)
@@ -84,7 +80,7 @@ def _piece_or_last(piece: Callable[[int], Array], last: int, array: Array, i: in
 def value_share(value: Dumped, way: Way) -> Outgoing:
     """Plain arguments; an empty skeleton is one that the parcel has."""
     arrays = [*value.buffers, *([_array(value.skeleton)] if value.skeleton else [])]
-    watch = Watch({f"tensor {i} of the arguments": t for i, t in enumerate(value.tensors)})
+    watch = Watch("tensor {} of the arguments", dict(enumerate(value.tensors)))
     share = _share(0, [a.nbytes for a in arrays], way, None)
     return Outgoing(share, way.receivers, arrays.__getitem__, False, watch)
 

@@ -3,8 +3,8 @@
 The memory of a tensor or array in a value is a *buffer*, out of the skeleton's band. Of a
 DataProto that is an argument or a result, the columns are buffers: see batches.
 
-A buffer has a *place*. Today it is INLINE (in the control message, under `INLINE_BYTES`) or
-SENT (by the transport). Ranks of one node may one day share memory: that is one more place.
+A buffer has a *place*. Today it is INLINE (in the control message) or SENT (by the transport):
+see parcel. Ranks of one node may one day share memory: that is one more place.
 """
 
 from __future__ import annotations
@@ -22,15 +22,7 @@ from tensordict import TensorDict
 
 from roll_td.protocol import DataProto
 
-INLINE_BYTES = 64 * 1024
-"""Columns under this size travel in the control message."""
-
 Array = np.ndarray[Any, Any]
-
-
-def memory_of(array: Any) -> memoryview:
-    """The memory of a uint8 array, to be written to a socket or read as a pickle."""
-    return memoryview(array)
 
 
 class Place(IntEnum):
@@ -42,24 +34,28 @@ class Place(IntEnum):
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's bytes, uint8 (nbytes,); a view if it is contiguous and on the CPU."""
-    flat = tensor.detach().to("cpu").contiguous().view(-1)
+    flat = tensor.detach().cpu().contiguous().view(-1)
     return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
 
 
-def from_bytes(flat: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+Buffer = torch.Tensor | memoryview
+"""Bytes that have come, uint8 (nbytes,): by the transport, or with a control message."""
+
+
+def from_bytes(buffer: Buffer, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
     """The inverse of `as_bytes`, without a copy."""
-    if flat.numel() == 0:
-        return torch.empty(tuple(shape), dtype=dtype)
-    return flat.view(dtype).view(tuple(shape))
+    if isinstance(buffer, memoryview):
+        return _tensor(buffer, dtype, shape)
+    return buffer.view(dtype).view(shape) if buffer.numel() else torch.empty(shape, dtype=dtype)
 
 
-def tensors_of(data: DataProto) -> dict[str, torch.Tensor]:
-    """The tensor columns of a DataProto, by name."""
-    found: dict[str, Any] = {} if data.batch is None else dict(data.batch.items())
-    return found
+def memory_of(data: Any) -> memoryview:
+    """The memory of a buffer or a uint8 array, to be written to a socket or read as a pickle."""
+    array: Any = data.numpy() if type(data) is torch.Tensor else data
+    return memoryview(array)
 
 
-def _tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+def _tensor(buffer: Any, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
     if memoryview(buffer).nbytes == 0:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(buffer, dtype=dtype).view(shape)
@@ -95,7 +91,7 @@ class _Pickler(pickle.Pickler):
             return _tensor, (memory, obj.dtype, tuple(obj.shape))
         if type(obj) is DataProto:
             rest = (obj.non_tensor_batch, obj.meta_info, obj.plan)
-            return _data, (tensors_of(obj), len(obj), rest)
+            return _data, (obj.tensors(), len(obj), rest)
         return NotImplemented
 
 
@@ -126,7 +122,8 @@ class Watch:
     """Tensors that are sent from where they are, and so must not be written in place before the
     call that sends them has been waited for."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]):
+    def __init__(self, what: str, tensors: Mapping[Any, torch.Tensor]):
+        self._what = what
         self._seen = [(name, weakref.ref(t), t._version) for name, t in tensors.items()]
 
     def check(self, where: str) -> None:
@@ -136,14 +133,14 @@ class Watch:
             tensor = ref()
             if tensor is not None and tensor._version != version:
                 raise ValueError(
-                    f"{where}: {name} was written in place while a call that sends it was in "
-                    "flight: get the result first, or give the call a clone()"
+                    f"{where}: {self._what.format(name)} was written in place while a call that "
+                    "sends it was in flight: get the result first, or give the call a clone()"
                 )
 
 
-def loads(skeleton: bytes | memoryview, buffers: Sequence[torch.Tensor]) -> Any:
-    """The value; its tensors and arrays are views of `buffers` (uint8)."""
-    return pickle.loads(skeleton, buffers=[memory_of(b.numpy()) for b in buffers])
+def loads(skeleton: bytes | memoryview, buffers: Sequence[Buffer]) -> Any:
+    """The value; its tensors and arrays are views of `buffers`."""
+    return pickle.loads(skeleton, buffers=[memory_of(b) for b in buffers])
 
 
 def dumps_whole(value: Any) -> bytes:
@@ -156,14 +153,6 @@ def dumps_whole(value: Any) -> bytes:
 def loads_whole(data: bytes | memoryview) -> Any:
     """The inverse of `dumps_whole`."""
     return pickle.loads(data)
-
-
-def owned(data: bytes | memoryview) -> torch.Tensor:
-    """A copy of bytes as uint8 (nbytes,)."""
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if len(data) else _EMPTY
-
-
-_EMPTY = torch.empty(0, dtype=torch.uint8)
 
 
 def find_unpicklable(value: Any, path: str) -> str:

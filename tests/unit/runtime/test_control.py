@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from roll_td.runtime import control
-from roll_td.runtime.control import PREFIX, Connection, Frame, Hub, Kind
+from roll_td.runtime.control import PREFIX, SIZE, Connection, Frame, Hub, Kind
 
 TOKEN = "0123456789abcdef" * 2
 HERE = ["127.0.0.1"]
@@ -29,13 +29,15 @@ def pair() -> Iterator[tuple[Connection, socket.socket]]:
         yield Connection(ours), theirs
 
 
-def frame_bytes(kind: Kind, head: bytes, own: bytes = b"", inline: bytes = b"") -> bytes:
-    return PREFIX.pack(kind, len(head), len(own), len(inline)) + head + own + inline
+def frame_bytes(kind: Kind, head: bytes, own: bytes = b"", *inline: bytes) -> bytes:
+    sizes = [SIZE.pack(len(chunk)) for chunk in inline]
+    prefix = PREFIX.pack(kind, len(head), len(own), len(inline), len(b"".join(inline)))
+    return b"".join([prefix, *sizes, head, own, *inline])
 
 
-def parts(frame: Frame | None) -> tuple[Kind, bytes, bytes, bytes]:
+def parts(frame: Frame | None) -> tuple[Kind, bytes, bytes, list[bytes]]:
     assert frame is not None
-    return frame.kind, bytes(frame.head), bytes(frame.own), bytes(frame.inline)
+    return frame.kind, bytes(frame.head), bytes(frame.own), [bytes(c) for c in frame.inline]
 
 
 def test_frames_arrive_whole_and_in_order(pair: tuple[Connection, socket.socket]) -> None:
@@ -44,9 +46,9 @@ def test_frames_arrive_whole_and_in_order(pair: tuple[Connection, socket.socket]
     chunks = [b"ab", memoryview(b"cd"), b""]
     other.send(Kind.COMMAND, b"head", b"own", chunks)
     other.send(Kind.END, b"")
-    assert parts(connection.receive()) == (Kind.COMMAND, b"head", b"own", b"abcd")
-    assert parts(connection.receive()) == (Kind.END, b"", b"", b"")
-    assert other.bytes_sent == 2 * PREFIX.size + 4 + 3 + 4
+    assert parts(connection.receive()) == (Kind.COMMAND, b"head", b"own", [b"ab", b"cd", b""])
+    assert parts(connection.receive()) == (Kind.END, b"", b"", [])
+    assert other.bytes_sent == 2 * PREFIX.size + 3 * SIZE.size + 4 + 3 + 4
     other.close()
     assert connection.receive() is None
 
@@ -54,23 +56,24 @@ def test_frames_arrive_whole_and_in_order(pair: tuple[Connection, socket.socket]
 def test_a_frame_larger_than_any_buffer_arrives(pair: tuple[Connection, socket.socket]) -> None:
     connection, theirs = pair
     big = bytes(range(256)) * 100_000
-    sending = threading.Thread(target=Connection(theirs).send, args=(Kind.REPLY, b"h", b"", [big]))
+    chunks = [b"small", b"", big]
+    sending = threading.Thread(target=Connection(theirs).send, args=(Kind.REPLY, b"h", b"", chunks))
     sending.start()
-    assert parts(connection.receive()) == (Kind.REPLY, b"h", b"", big)
+    assert parts(connection.receive()) == (Kind.REPLY, b"h", b"", chunks)
     sending.join()
 
 
 def test_poll_waits_for_no_part_of_a_frame(pair: tuple[Connection, socket.socket]) -> None:
     connection, theirs = pair
-    whole = frame_bytes(Kind.ANSWER, b"head", b"", b"inline")
-    for cut in (0, 3, PREFIX.size, len(whole) - 1):
+    whole = frame_bytes(Kind.ANSWER, b"head", b"", b"in", b"", b"line")
+    for cut in (0, 3, PREFIX.size, PREFIX.size + 9, len(whole) - 5, len(whole) - 1):
         theirs.sendall(whole[:cut])
         time.sleep(0.01)
         with pytest.raises(BlockingIOError):
             connection.poll()
         theirs.sendall(whole[cut:])
         time.sleep(0.01)
-        assert parts(connection.poll()) == (Kind.ANSWER, b"head", b"", b"inline")
+        assert parts(connection.poll()) == (Kind.ANSWER, b"head", b"", [b"in", b"", b"line"])
 
 
 def test_an_end_in_the_middle_of_a_frame_is_an_end(pair: tuple[Connection, socket.socket]) -> None:
@@ -150,9 +153,9 @@ def test_each_rank_has_its_own_line(two: Ranks) -> None:
     thread.start()
     for rank in (1, 0):
         two.links[rank].send(Kind.ANSWER, b"from %d" % rank)
-        assert two.heard.get(timeout=5) == (rank, (Kind.ANSWER, b"from %d" % rank, b"", b""))
+        assert two.heard.get(timeout=5) == (rank, (Kind.ANSWER, b"from %d" % rank, b"", []))
         two.hub.sender(rank).send(Kind.GO, b"to %d" % rank)
-        assert parts(two.links[rank].receive()) == (Kind.GO, b"to %d" % rank, b"", b"")
+        assert parts(two.links[rank].receive()) == (Kind.GO, b"to %d" % rank, b"", [])
     for rank in (0, 1):
         two.links[rank].close()
         assert two.heard.get(timeout=5) == (rank, None)
@@ -169,7 +172,7 @@ def test_a_rank_that_stops_in_the_middle_of_a_frame_holds_nobody_up(two: Ranks) 
     two.links[1].send(Kind.ANSWER, b"in time")
     assert two.heard.get(timeout=5)[1][1] == b"in time"
     two.links[0].sock.sendall(whole[-2:])
-    assert two.heard.get(timeout=5) == (0, (Kind.ANSWER, b"late", b"", b""))
+    assert two.heard.get(timeout=5) == (0, (Kind.ANSWER, b"late", b"", []))
     for link in two.links:
         link.close()
     thread.join(5)
@@ -195,7 +198,7 @@ def test_a_lifelines_end_is_no_death_until_the_links_end(two: Ranks) -> None:
         link.close()
     two.serve()
     heard = [two.heard.get(timeout=5) for _ in range(3)]
-    assert [h for h in heard if h[0] == 0] == [(0, (Kind.ERROR, b"why", b"", b"")), (0, None)]
+    assert [h for h in heard if h[0] == 0] == [(0, (Kind.ERROR, b"why", b"", [])), (0, None)]
 
 
 def test_cut_ends_every_lifeline_but_ones_own(two: Ranks) -> None:

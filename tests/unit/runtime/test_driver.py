@@ -17,7 +17,7 @@ import torch
 
 from roll_td import Cluster, DataProto, Dispatch, Topology, Worker, WorkerConfig, get, register
 from roll_td.placement import planned_places
-from roll_td.runtime import control
+from roll_td.runtime import inprocess
 from roll_td.runtime.cluster import ResourceManager
 from roll_td.runtime.driver import current_driver
 from roll_td.runtime.inprocess import LocalJob
@@ -61,13 +61,13 @@ class Pairs(Takes):
 def eight(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[LocalJob, list[int]]]:
     """A job of eight device ranks, and the sizes of the frames that its driver sends."""
     sizes: list[int] = []
-    send = control.LocalLine.send
+    send = inprocess.LocalLine.send
 
     def counted(self: Any, kind: Any, head: bytes, own: bytes = b"", inline: Any = ()) -> None:
         sizes.append(len(head) + len(own) + sum(memoryview(c).nbytes for c in inline))
         send(self, kind, head, own, inline)
 
-    monkeypatch.setattr(control.LocalLine, "send", counted)
+    monkeypatch.setattr(inprocess.LocalLine, "send", counted)
     with LocalJob(planned_places(1, 8, 1), 1, 8) as job:
         yield job, sizes
 

@@ -17,8 +17,7 @@ from roll_td.config.base import WorkerConfig
 from roll_td.placement import planned_places
 from roll_td.platform import current_platform
 from roll_td.runtime.cluster import Cluster, ResourceManager
-from roll_td.runtime.control import LocalLine
-from roll_td.runtime.inprocess import LocalJob
+from roll_td.runtime.inprocess import LocalJob, LocalLine
 from roll_td.runtime.seeding import kept_random_state, seed_command
 
 MakeRole = Callable[..., Cluster]
