@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -21,6 +22,7 @@ def named(what: str, name: str, table: Mapping[str, T]) -> T:
     return table[name]
 
 
+@cache
 def columns_of(function: Callable[..., Any]) -> tuple[str, ...]:
     """The columns a function needs: names of its positional parameters without a default."""
     return tuple(

@@ -130,9 +130,9 @@ def normalise(
     among them), and for "running" without it.
     """
     arguments = (rewards, valid, group_id, running, ddof)
-    centre = named("mean", mean, STATISTICS)(*arguments).mean
-    scale = named("std", std, STATISTICS)(*arguments).std
-    return ((rewards.double() - centre) / scale).float()
+    centre = named("mean", mean, STATISTICS)(*arguments)
+    scale = centre if std == mean else named("std", std, STATISTICS)(*arguments)
+    return ((rewards.double() - centre.mean) / scale.std).float()
 
 
 def has_signal(scores: Tensor, valid: Tensor, group_id: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 The keys and values of the samples in the batch lie right-aligned in common columns, so that each
 step appends one column for all of them; a sample that is shorter than the longest has a mask. A
-prompt is computed once, with others of its kind, however many responses it gets.
+prompt is computed once, with others of its kind, however many responses it gets; and so is each
+token of them as long as they are alike.
 """
 
 from __future__ import annotations
@@ -70,9 +71,13 @@ class KeyValues:
         return keys, values
 
 
+Twins = list[Sample]
+"""Samples that have had the same tokens so far, prompts too: one row is computed for them."""
+
+
 class Slots:
-    """Keys and values of the samples in the batch: row i from column `start` at the earliest to
-    `end`, where all of them end."""
+    """Keys and values of the rows in the batch: row i from column `start` at the earliest to `end`,
+    where all of them end."""
 
     def __init__(self) -> None:
         self.used = self.rows = self.start = self.end = self.columns = 0
@@ -91,11 +96,14 @@ class Slots:
         seen = slice(self.start, self.end + 1)
         return key_buffer[:rows, :, seen], value_buffer[:rows, :, seen]
 
-    def place(self, prompts: KeyValues, numbers: Sequence[int], lengths: Sequence[int]) -> None:
-        """Add a row for each of `numbers`, a row of `prompts` with this length."""
+    def place(
+        self, prompts: KeyValues, numbers: Sequence[int], lengths: Sequence[int], most: int
+    ) -> None:
+        """Add a row for each of `numbers`, a row of `prompts` with this length; copies may make
+        `most` of all of them."""
         width, used = max(lengths), self.used + len(numbers)
-        if used > self.rows or width > self.end:
-            self._move(used, max(width, self.seen), prompts.layers)
+        if most > self.rows or width > self.end:
+            self._move(most, max(width, self.seen), prompts.layers)
         old, new = slice(self.used), slice(self.used, used)
         own, first = slice(self.end - width, self.end), min(self.start, self.end - width)
         device = next(iter(prompts.layers.values()))[0].device
@@ -110,16 +118,25 @@ class Slots:
                 buffer[new, :, own] = state.transpose(1, 2)[rows, columns].transpose(1, 2)
         self.used, self.start = used, first
 
-    def reserve(self) -> None:
-        """See to it that there is a column for the next token."""
+    def reserve(self, most: int) -> None:
+        """See to it that there is a column for the next token; copies may make `most` rows."""
         if self.end == self.columns:
-            self._move(self.used, self.seen, self.layers)
+            self._move(most, self.seen, self.layers)
+
+    def copy(self, rows: Sequence[int]) -> None:
+        """Add a copy of each of these rows."""
+        new, seen = slice(self.used, self.used + len(rows)), slice(self.start, self.end)
+        assert new.stop <= self.rows, "more than place was told of"
+        for states in self.layers.values() if rows else ():
+            for buffer in states:
+                buffer[new, :, seen] = buffer[rows, :, seen]
+        self.used = new.stop
 
     def drop(self, row: int) -> None:
         """Remove a row; the last one takes its place."""
         self.used -= 1
         seen = slice(self.start, self.end)
-        for states in self.layers.values():
+        for states in self.layers.values() if row < self.used else ():
             for buffer in states:
                 buffer[row, :, seen] = buffer[self.used, :, seen]
 
@@ -208,7 +225,8 @@ class Sampler:
         self.body, head = models.body_and_head(model)
         self.head, self.device = head(), head().weight.device
         self.waiting: deque[Sample] = deque()
-        self.active: list[Sample] = []
+        self.active: list[Twins] = []
+        """Of each row."""
         self.slots = Slots()
         self.cache = models.cache_in(model, self.slots)
         self.prefilled = NOTHING
@@ -233,7 +251,7 @@ class Sampler:
 
     def step(self) -> None:
         """Let samples enter, or give each in the batch a token."""
-        room = self.batch_size - len(self.active)
+        room = self.batch_size - self._count()
         if self.waiting and room >= max(1, self.batch_size // REFILL_SHARE):
             self._admit([self.waiting.popleft() for _ in range(min(room, len(self.waiting)))])
         elif self.active:
@@ -257,15 +275,18 @@ class Sampler:
             if newcomers[0].prompt not in self.prefilled.row:
                 self._prefill(list(dict.fromkeys(sample.prompt for sample in newcomers)))
             row = self.prefilled.row
-            group = [sample for sample in newcomers if sample.prompt in row]
+            groups: dict[int, Twins] = {}
+            for sample in newcomers:
+                if sample.prompt in row:
+                    groups.setdefault(sample.prompt, []).append(sample)
             newcomers = [sample for sample in newcomers if sample.prompt not in row]
-            self._extend(group, self.prefilled.logits[[row[sample.prompt] for sample in group]])
-            group = [sample for sample in group if not sample.finish_reason]
-            if group:
-                numbers = [row[sample.prompt] for sample in group]
-                lengths = [sample.length - 1 for sample in group]
-                self.slots.place(self.prefilled.states, numbers, lengths)
-                self.active += group
+            self._extend(list(groups.values()), self.prefilled.logits[[row[p] for p in groups]])
+            entering = [twins for group in groups.values() for twins in _parted(group)]
+            if entering:
+                self.active += entering
+                numbers = [row[twins[0].prompt] for twins in entering]
+                lengths = [twins[0].length - 1 for twins in entering]
+                self.slots.place(self.prefilled.states, numbers, lengths, self._count())
         if not self.waiting or self.waiting[0].prompt not in self.prefilled.row:
             self.prefilled = NOTHING
 
@@ -285,11 +306,11 @@ class Sampler:
 
     def _step(self) -> None:
         """One more token for each sample in the batch."""
-        lengths = [sample.length for sample in self.active]
+        lengths = [twins[0].length for twins in self.active]
         longest, places = max(lengths), torch.tensor(lengths, device=self.device)[:, None]
         columns = torch.arange(longest, device=self.device)
-        ids = torch.tensor([[sample.tokens[-1]] for sample in self.active], device=self.device)
-        self.slots.reserve()
+        ids = torch.tensor([[twins[0].tokens[-1]] for twins in self.active], device=self.device)
+        self.slots.reserve(self._count())
         hidden = self._hidden(
             input_ids=ids,
             position_ids=places - 1,
@@ -301,21 +322,33 @@ class Sampler:
         self._leave()
 
     def _leave(self) -> None:
-        """Take those that have ended out of the batch."""
+        """Part those that go on differently, and take those that have ended out of the batch."""
+        copied = []
+        for place, twins in enumerate(self.active[:]):
+            self.active[place], *others = _parted(twins) or [[]]
+            self.active += others
+            copied += [place] * len(others)
+        self.slots.copy(copied)
         for place in reversed(range(len(self.active))):
-            if self.active[place].finish_reason:
+            if not self.active[place]:
                 self.slots.drop(place)
                 self.active[place] = self.active[-1]
                 self.active.pop()
-        self.slots.narrow(max((sample.length - 1 for sample in self.active), default=0))
+        self.slots.narrow(max((twins[0].length - 1 for twins in self.active), default=0))
+
+    def _count(self) -> int:
+        """Samples in the batch."""
+        return sum(map(len, self.active))
 
     def _hidden(self, **inputs: Any) -> Tensor:
         hidden: Tensor = self.body(**inputs, use_cache=True).last_hidden_state
         return hidden
 
-    def _extend(self, samples: Sequence[Sample], logits: Tensor) -> None:
-        """Draw a token for each of `samples` from its row of logits."""
-        config = self.config
+    def _extend(self, groups: Sequence[Twins], logits: Tensor) -> None:
+        """Draw a token for each sample of each of `groups` from the group's row of logits."""
+        config, samples = self.config, [sample for twins in groups for sample in twins]
+        if len(samples) > len(groups):
+            logits = logits[[row for row, twins in enumerate(groups) for _ in twins]]
         if config.temperature == 0:
             drawn = sampling.greedy(logits)
         else:
@@ -329,3 +362,12 @@ class Sampler:
             sample.tokens.append(token)
             sample.log_probs.append(log_prob)
             sample.finish_reason = self.stop.reason(sample)
+
+
+def _parted(twins: Twins) -> list[Twins]:
+    """Those of them that go on, by their last token."""
+    by_token: dict[int, Twins] = {}
+    for sample in twins:
+        if not sample.finish_reason:
+            by_token.setdefault(sample.tokens[-1], []).append(sample)
+    return list(by_token.values())

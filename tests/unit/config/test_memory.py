@@ -100,9 +100,9 @@ def kept_by_autograd(model: ModelConfig, compute: str | None, tokens: int) -> in
         made.requires_grad_(True)
     if compute is not None:
         made.to(getattr(torch, compute))
-    # of two lengths, for rows of one length lie as they are and leave a little less
+    # of two lengths, for rows of one length lie as they are and leave a little less; nor alike
     lengths = torch.tensor([tokens // 2 - 1, tokens // 2 + 1])
-    ids = torch.ones(2, int(lengths.max())).long()
+    ids = torch.arange(2)[:, None].repeat(1, int(lengths.max()))
     micro = DataProto({"input_ids": ids, "lengths": lengths})
     wants_rows = packing.keep_rows_apart(made)
     _, inputs = packing.arrange(micro, packs=True, wants_rows=wants_rows)

@@ -175,6 +175,23 @@ def test_a_prompt_is_computed_once_for_all_its_samples(monkeypatch):
     assert [sample.tokens for sample in got] == [sample.tokens for sample in want]
 
 
+def test_samples_are_computed_once_as_long_as_they_are_alike():
+    policy, seen = model(), []
+    policy.get_decoder().register_forward_pre_hook(
+        lambda module, args, given: seen.append(given["input_ids"].shape), with_kwargs=True
+    )
+    config = GenerationConfig(max_new_tokens=12, temperature=0.1, num_return_sequences=6)
+    rows = prompts([5, 2, 17, 9])
+    got = responses(policy, rows, config, [3, 4])
+    begun = [(s.prompt, *s.tokens[:at]) for at in range(1, 12) for s in got if len(s.tokens) > at]
+    computed = sum(shape[0] for shape in seen if shape[1] == 1)
+    assert computed == len(set(begun)) < 0.7 * len(begun)
+    want = responses(policy, rows, config, [3, 4], batch_size=1)
+    for sample, alone in zip(got, want, strict=True):
+        assert sample.tokens == alone.tokens
+        assert sample.log_probs == pytest.approx(alone.log_probs, abs=1e-4)
+
+
 def test_finished_rows_leave_the_batch_and_waiting_ones_enter():
     policy, seen = model(), []
     policy.get_decoder().register_forward_pre_hook(
@@ -209,12 +226,17 @@ def test_slots_hold_each_row_s_own_states_and_no_stray_number(seed, monkeypatch)
     draw = random.Random(seed)
     slots, rows, numbers = generation.Slots(), [], itertools.count(1)
     for _ in range(120):
-        action = draw.choice(["place", "drop", "step", "step", "step", "step"])
+        action = draw.choice(["place", "copy", "drop", "step", "step", "step", "step"])
         if action == "place" and len(rows) < 6:
             new = [[next(numbers) for _ in range(draw.randint(1, 40))] for _ in range(3)]
             picked = [draw.randrange(3) for _ in range(draw.randint(1, 3))]
-            slots.place(of_rows(new), picked, [len(new[number]) for number in picked])
+            lengths, most = [len(new[number]) for number in picked], len(rows) + len(picked) + 2
+            slots.place(of_rows(new), picked, lengths, most)
             rows += [list(new[number]) for number in picked]
+        elif action == "copy" and rows and len(rows) < slots.rows:
+            picked = [draw.randrange(len(rows)) for _ in range(slots.rows - len(rows))]
+            slots.copy(picked)
+            rows += [list(rows[number]) for number in picked]
         elif action == "drop" and rows:
             row = draw.randrange(len(rows))
             slots.drop(row)
@@ -222,7 +244,7 @@ def test_slots_hold_each_row_s_own_states_and_no_stray_number(seed, monkeypatch)
             rows.pop()
             slots.narrow(max(map(len, rows), default=0))
         elif action == "step" and rows:
-            slots.reserve()
+            slots.reserve(len(rows) + 2)
             for row in rows:
                 row.append(next(numbers))
             for layer, states in of_rows([[row[-1]] for row in rows]).layers.items():

@@ -255,24 +255,28 @@ def test_a_token_that_nothing_predicts_is_our_own_mistake(output: packing.Output
 
 
 SHARED_LENGTHS = torch.tensor([6, 4, 7, 5, 6, 2])
-BEGINNINGS = torch.tensor([3, 3, 2, 3, 2, 0])
 
 
 def shared_rows() -> Tensor:
-    """Rows 0, 1 and 3 begin alike, and 2 and 4."""
+    """Rows 0, 1 and 3 begin alike, 1 and 3 longer; so do 2 and 4, and row 5 is how these begin."""
     ids = torch.randint(0, 64, (6, 7), generator=torch.Generator().manual_seed(3))
     ids[[1, 3], :3] = ids[0, :3]
-    ids[4, :2] = ids[2, :2]
+    ids[3, 3] = ids[1, 3]
+    ids[4:, :2] = ids[2, :2]
     return ids * (torch.arange(7) < SHARED_LENGTHS[:, None])
 
 
 def test_what_rows_share_is_in_the_line_once() -> None:
-    ids = torch.tensor([[7, 8, 1, 0], [7, 8, 2, 3], [9, 8, 4, 0], [7, 8, 5, 0]])
-    found = packing.layout(ids, torch.tensor([3, 4, 3, 3]), torch.tensor([2, 2, 2, 2]))
+    ids = torch.tensor([[7, 8, 1, 0], [7, 8, 2, 3], [9, 8, 4, 0], [7, 8, 5, 0], [7, 8, 2, 0]])
+    found = packing.layout(ids, torch.tensor([3, 4, 3, 3, 3]), shares=True)
     inputs = packing.packed(ids, found)
-    assert inputs["input_ids"].tolist() == [[7, 8, 1, 2, 3, 9, 8, 4, 5]]
-    assert inputs["position_ids"].tolist() == [[0, 1, 2, 2, 3, 0, 1, 2, 2]]
-    assert found.places.tolist() == [[0, 1, 2, 0], [0, 1, 3, 4], [5, 6, 7, 0], [0, 1, 8, 0]]
+    assert inputs["input_ids"].tolist() == [[1, 2, 3, 9, 8, 4, 7, 8, 5]]
+    assert inputs["position_ids"].tolist() == [[2, 2, 3, 0, 1, 2, 0, 1, 2]]
+    assert found.places.tolist() == [
+        [6, 7, 0, 0], [6, 7, 1, 2], [3, 4, 5, 0], [6, 7, 8, 0], [6, 7, 1, 0],
+    ]  # fmt: skip
+    # row 4 computes nothing, so it does not attend
+    assert [len(places) for places in found.rows.alike] == [1, 3]
 
 
 @pytest.mark.parametrize(
@@ -293,19 +297,19 @@ def test_rows_that_begin_alike_learn_as_if_each_were_alone(
 ) -> None:
     ids, weights = shared_rows(), torch.randn(6, 7, generator=torch.Generator().manual_seed(4))
     real = torch.arange(7) < lengths[:, None]
-    beginnings_of = torch.minimum(BEGINNINGS, (lengths - 1).clamp(min=0))
     labels = torch.where(real, ids, -100)
     wanted = real & (torch.arange(7) > 0)
     results = []
-    for beginnings in (None, beginnings_of):
+    rows_of = [tuple(row[:n]) for row, n in zip(ids.tolist(), lengths.tolist(), strict=True)]
+    different = {row[:n] for row in rows_of for n in range(1, len(row) + 1)}
+    for shares in (False, True):
         model = load_model(ModelConfig(config=fields), 3)
         assert packing.keep_rows_apart(model)
-        rows = packing.layout(ids, lengths, beginnings)
+        rows = packing.layout(ids, lengths, shares=shares)
         body, head = body_and_head(model)
         states = body(**packing.packed(ids, rows), rows=rows.rows, use_cache=False)
         output = packing.Output(packing.line_states(states.last_hidden_state, rows), head(), rows)
-        shared = 3 + 3 + 2 if lengths is SHARED_LENGTHS else 3
-        assert len(output.hidden) == lengths.sum() - (0 if beginnings is None else shared)
+        assert len(output.hidden) == (len(different) if shares else lengths.sum())
         found = [
             packing.log_probs(output, ids, 0.7),
             packing.entropy(output, 0.7),
