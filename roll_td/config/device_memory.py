@@ -12,10 +12,13 @@ from dataclasses import dataclass, replace
 from roll_td.config.base import BaseConfig, WorkerConfig, roles
 from roll_td.config.classes import import_object
 from roll_td.config.data import DataConfig
+from roll_td.config.evaluation import EvaluatedConfig
+from roll_td.config.judges import JudgeConfig
 from roll_td.config.memory import Load, RoleMemory
 from roll_td.config.model import ModelConfig
 from roll_td.config.model_size import model_size
 from roll_td.config.schema import Problem
+from roll_td.config.strategies import VllmConfig
 
 PARTS = {
     "weights_mb": "weights",
@@ -36,12 +39,17 @@ class DeviceMemory:
     """Devices that have the same roles; none: a role on CPUs."""
     roles: dict[str, RoleMemory]
     """By the role's name."""
+    offloads: bool = False
+    """Whether only those are there that are at work: one, or two for new weights."""
 
     @property
     def peak_mb(self) -> float:
-        """All that stays, and the most that one role holds beside it."""
-        stays = sum(role.resident_mb for role in self.roles.values())
-        return stays + max(role.working_mb for role in self.roles.values())
+        """All that stays, and the most that one role holds beside it; with offloads the most that
+        one takes, or that two have that stays."""
+        stays = sorted(role.resident_mb for role in self.roles.values())
+        if self.offloads:
+            return max(*(role.peak_mb for role in self.roles.values()), sum(stays[-2:]))
+        return sum(stays) + max(role.working_mb for role in self.roles.values())
 
 
 def memory_by_device(config: BaseConfig) -> tuple[list[DeviceMemory], list[str]]:
@@ -60,16 +68,18 @@ def memory_by_device(config: BaseConfig) -> tuple[list[DeviceMemory], list[str]]
             continue
         if memory is not None:
             known[name] = memory
-            # a worker lives on the first of its devices
+            assert role.strategy_args is not None, "it has a model"
             devices = role.device_mapping if isinstance(role.device_mapping, list) else []
-            for device in devices[:: role.num_gpus_per_worker]:
+            step = 1 if role.strategy_args.row.spreads else role.num_gpus_per_worker
+            for device in devices[::step]:
                 by_device.setdefault(device, []).append(name)
+    offloads = bool(getattr(config, "offload", False))
     alike: dict[tuple[str, ...], list[int]] = {}
     for device, names in sorted(by_device.items()):
         alike.setdefault(tuple(names), []).append(device)
     on_cpus = [(name,) for name in known if not any(name in names for names in alike)]
     taken = [
-        DeviceMemory(tuple(alike.get(names, ())), {name: known[name] for name in names})
+        DeviceMemory(tuple(alike.get(names, ())), {name: known[name] for name in names}, offloads)
         for names in [*alike, *on_cpus]
     ]
     return taken, unknown
@@ -83,18 +93,29 @@ def role_memory(config: BaseConfig, role: WorkerConfig) -> RoleMemory | None:
     model = role.model or getattr(config, "model", None)
     if not isinstance(model, ModelConfig):
         raise ValueError("it has no model; set its own or the pipeline's")
-    memory: RoleMemory = import_object(row.memory)(role, model, model_size(model), _load(config))
+    estimate = import_object(row.memory)
+    load = replace(_load(config, role), device_gb=config.device_memory_gb)
+    memory: RoleMemory = estimate(role, model, model_size(model), load)
     return memory if config.asynchronous_checkpoints else replace(memory, checkpoint_mb=0.0)
 
 
-def _load(config: BaseConfig) -> Load:
+def _load(config: BaseConfig, of: WorkerConfig) -> Load:
+    if isinstance(of, JudgeConfig):
+        return Load(of.max_length, of.max_length + of.generation.max_new_tokens)
     data = getattr(config, "data", None)
     if not isinstance(data, DataConfig):
         raise ValueError("the config has no data.max_length, which says how long rows are")
+    if isinstance(config, EvaluatedConfig):  # its answers are not learnt from
+        if of is config.actor_infer and config.prompts is not None:
+            most = config.prompts.max_length
+            return Load(most, most + of.generation.max_new_tokens)
+        return Load(data.max_length, data.max_length, config.batch_size)
     responses = [
         role.generation.max_new_tokens
         for role in roles(config).values()
-        if role.strategy_args and role.strategy_args.row.generates
+        if role.strategy_args
+        and role.strategy_args.row.generates
+        and not isinstance(role, JudgeConfig)
     ]
     if responses:
         return Load(data.max_length, data.max_length + max(responses))
@@ -113,11 +134,13 @@ def memory_problems(config: BaseConfig, taken: Sequence[DeviceMemory]) -> list[P
 
 def _needs(some: DeviceMemory) -> str:
     stays = ", ".join(f"{name} {_gb(role.resident_mb)}" for name, role in some.roles.items())
+    needs = f"is less than the {_gb(some.peak_mb)} GB that device {_ranges(some.devices)} needs: "
+    if some.offloads:
+        peaks = ", ".join(f"{name} {_gb(role.peak_mb)}" for name, role in some.roles.items())
+        return f"{needs}the most of one ({peaks}), or what stays of two for new weights ({stays})"
     name, most = max(some.roles.items(), key=lambda item: item[1].working_mb)
-    return (
-        f"is less than the {_gb(some.peak_mb)} GB that device {_ranges(some.devices)} needs: "
-        f"what stays ({stays}) and what {name} holds while it works ({_gb(most.working_mb)})"
-    )
+    working = _gb(most.working_mb)
+    return f"{needs}what stays ({stays}) and what {name} holds while it works ({working})"
 
 
 def _way_out(config: BaseConfig, of: dict[str, RoleMemory]) -> str:
@@ -127,7 +150,13 @@ def _way_out(config: BaseConfig, of: dict[str, RoleMemory]) -> str:
     role = roles(config)[name]
     assert role.strategy_args is not None
     if part == "kv_cache_mb":
-        fix = f"lower {name}.strategy_args.strategy_config.batch_size"
+        settings, setting = role.strategy_args.settings, "batch_size"
+        if isinstance(settings, VllmConfig):
+            by_bytes = settings.engine_args.get("kv_cache_memory_bytes")
+            setting = "kv_cache_memory_bytes" if by_bytes else "gpu_memory_utilization"
+        fix = f"lower {name}.strategy_args.strategy_config.{setting}"
+    elif part == "activations_mb" and role.strategy_args.row.spreads:
+        fix = f"lower {name}.strategy_args.strategy_config.max_num_batched_tokens"
     elif part == "activations_mb":
         fix = f"lower {name}.training.micro_batch_size or max_tokens_per_micro_batch"
         if not role.training.gradient_checkpointing:

@@ -35,6 +35,9 @@ PREFILL_TOKENS = 8192
 """strategies.generation.PREFILL_TOKENS: of prompts in one forward pass."""
 SPARE_SHARE = 8
 """strategies.generation.SPARE_SHARE: one more column of keys and values in so many."""
+VLLM_SHARE, VLLM_TOKENS, VLLM_SAMPLES = 0.92, 8192, 256
+"""vLLM 0.32's gpu_memory_utilization, max_num_batched_tokens and max_num_seqs where none are given;
+on GPUs of 70 GB and more the latter two are larger."""
 KEEPS_SCORES = "eager"
 """The attn_implementation of transformers that keeps the scores of all pairs of tokens."""
 
@@ -49,6 +52,8 @@ class Load:
     """Of the longest row: prompt and response."""
     batch_rows: int | None = None
     """Rows of an optimiser step over all ranks; None: not known, taken for many."""
+    device_gb: float | None = None
+    """Memory of a device; None: not known."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,8 @@ class RoleMemory:
     """ALLOCATOR_SHARE or KEPT_SHARE of the most that is held at one time of the four above."""
     working_mb: float
     """This most, with the allocator's share."""
+    reserved_mb: float
+    """Stays: of the keys and values what is taken for them at the start, used or not."""
     checkpoint_mb: float
     """In host memory while an asynchronous checkpoint is written: a copy of what is trained and of
     the moments. No part of the peak of a device; a rank without one holds it beside its own."""
@@ -94,7 +101,7 @@ class RoleMemory:
     @property
     def resident_mb(self) -> float:
         """What stays."""
-        return self.weights_mb + self.optimizer_mb
+        return self.weights_mb + self.optimizer_mb + self.reserved_mb
 
     @property
     def peak_mb(self) -> float:
@@ -108,10 +115,11 @@ class RoleMemory:
         optimizer: float,
         moments: Sequence[Moment],
         share: float = ALLOCATOR_SHARE,
+        reserved: float = 0,
         checkpoint: float = 0,
     ) -> RoleMemory:
         """From bytes that stay, all moments at which the most may be held, the allocator's share
-        of it, and bytes of the copy for a checkpoint."""
+        of it, bytes that are reserved for keys and values, and of the copy for a checkpoint."""
         most = max(moment.total for moment in moments) / MB
         return cls(
             weights_mb=weights / MB,
@@ -119,9 +127,10 @@ class RoleMemory:
             gradients_mb=max(moment.gradients for moment in moments) / MB,
             activations_mb=max(moment.activations for moment in moments) / MB,
             buffers_mb=max(moment.buffers for moment in moments) / MB,
-            kv_cache_mb=max(moment.kv_cache for moment in moments) / MB,
+            kv_cache_mb=(reserved + max(moment.kv_cache for moment in moments)) / MB,
             allocator_mb=most * share,
             working_mb=most * (1 + share),
+            reserved_mb=reserved / MB,
             checkpoint_mb=checkpoint / MB,
         )
 
@@ -170,6 +179,33 @@ def hf(role: WorkerConfig, model: ModelConfig, size: ModelSize, load: Load) -> R
         Moment(activations=_micro_batch(role, model, size, load).without_gradients),
     ]
     return RoleMemory.of(size.parameters * width, 0, moments)
+
+
+def vllm(role: WorkerConfig, model: ModelConfig, size: ModelSize, load: Load) -> RoleMemory:
+    """Of each device of an engine of vLLM, over which its weights are cut. Keys and values have
+    kv_cache_memory_bytes, or what weights and a step leave of gpu_memory_utilization; a step is
+    taken to hold what transformers holds in a layer, and three times the logits of all samples.
+
+    ValueError if there is neither that nor the size of a device.
+    """
+    assert role.strategy_args is not None
+    given, width = role.strategy_args.settings.engine_args, DTYPE_BYTES[model.dtype]
+    weights = size.parameters * width / role.num_gpus_per_worker
+    cache, share = given.get("kv_cache_memory_bytes"), given.get("gpu_memory_utilization")
+    if cache is None and load.device_gb is None:
+        raise ValueError(
+            f"vLLM takes gpu_memory_utilization={share or VLLM_SHARE} of a GPU, on CPUs 1 GiB for "
+            "keys and values; set device_memory_gb, or strategy_config.kv_cache_memory_bytes"
+        )
+    tokens = given.get("max_num_batched_tokens", VLLM_TOKENS)
+    logits = given.get("max_num_seqs", VLLM_SAMPLES) * size.vocab_size * 4
+    step = Moment(activations=max(_MicroBatch(size, tokens, width, 0).layer_work, 3 * logits))
+    if cache is None:
+        assert load.device_gb is not None, "looked at above"
+        whole = (share or VLLM_SHARE) * load.device_gb * 1024 * MB
+        cache = max(0.0, whole - weights - step.total)
+        return RoleMemory.of(weights, 0, [step], share=0, reserved=cache)
+    return RoleMemory.of(weights, 0, [step], reserved=cache)
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,8 @@ SET_FOR_VLLM = {
     "tensor_parallel_size": "num_gpus_per_worker",
     "data_parallel_size": "device_mapping",
     "seed": "seed",
+    "enable_lora": "strategy_config.lora",
+    "max_lora_rank": "model.lora.rank",
 }
 """Engine arguments → the setting that says what they are."""
 FIXED_FOR_VLLM = {
@@ -88,6 +90,9 @@ class VllmConfig:
     arguments of its EngineArgs, by the names that the installed vLLM has. On CPUs without saying
     otherwise: enforce_eager, block_size 32, kv_cache_memory_bytes 1 GiB, no chunked prefill."""
 
+    lora: Literal["merged", "adapters"] = "merged"
+    """How what model.lora has trained comes: in whole weights, or alone, for an engine that has
+    read model.path itself and adds the adapters to it as it computes. Far fewer bytes each time."""
     sleep_level: Literal[1, 2] = 1
     """What offload_states gives up: 1 the keys and values, with the weights moved to host memory on
     a GPU; 2 the weights too, so that new ones have to come before the next answer."""
@@ -109,6 +114,9 @@ class VllmConfig:
             for key, why in FIXED_FOR_VLLM.items()
             if key in self.engine_args
         ]
+        if self.lora == "adapters" and self.sleep_level == 2:
+            rule, fix = "drops weights of which lora=adapters brings no new ones", "set it to 1"
+            problems.append(Problem("sleep_level", "2", rule, fix))
         if self.request_timeout_s <= 0:
             given = repr(self.request_timeout_s)
             problems.append(Problem("request_timeout_s", given, "must be above 0 seconds", ""))
@@ -135,6 +143,8 @@ class Strategy:
     memory: str | None = None
     """Dotted path of a pure function, (WorkerConfig, ModelConfig, ModelSize, Load) → RoleMemory, in
     a module without torch; None: it takes no memory to speak of."""
+    spreads: bool = False
+    """Whether its memory is on all devices of a worker; else on the first."""
     further: str | None = None
     """Field of config_cls that takes the keys which are none of its own; None: these are errors."""
     further_names: str | None = None
@@ -171,6 +181,8 @@ STRATEGIES = {
         _APART,
         generates=True,
         serves=True,
+        memory=f"{_MEMORY}vllm",
+        spreads=True,
         further="engine_args",
         further_names="roll_td.config.vllm.engine_arguments",
     ),

@@ -41,10 +41,11 @@ from transformers.cache_utils import (
 
 from roll_td.algorithms.functional import Head, logits
 from roll_td.config.model import ModelConfig
-from roll_td.models.lora import adapters_off, add_lora, full_weights
+from roll_td.models.lora import adapter_weights, adapters_off, add_lora, full_weights
 
 __all__ = [
     "KeyValueStore",
+    "adapter_weights",
     "adapters_off",
     "body_and_head",
     "cache_in",

@@ -90,6 +90,18 @@ def full_weights(
         yield (f"{owner}.{leaf}" if owner else name), whole
 
 
+def adapter_weights(
+    model: Any, whole_of: Callable[[Tensor], Tensor] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Each weight of the LoRA layers, as full_weights has others: OWNER.lora_A.weight (r, inputs)
+    and OWNER.lora_B.weight (outputs, r). ValueError if there is none."""
+    own = {n: t for n, t in model.state_dict(keep_vars=True).items() if f".{ADAPTER}." in n}
+    if not own:
+        raise ValueError("the model has no adapters to give; set model.lora")
+    for name, tensor in own.items():
+        yield name.replace(f".{ADAPTER}.", "."), (whole_of or _whole)(tensor)
+
+
 def _need_peft() -> None:
     if find_spec("peft") is None:
         raise ValueError("model.lora needs peft; pip install 'roll-td[lora]'")

@@ -15,8 +15,10 @@ from roll_td.strategies.engine import Answer
 def new_group(prompt: DataProto, samples: int, batch: int, lengths: Lengths) -> Group:
     """A group whose answers have not begun; `prompt` is one row with input_ids, lengths and
     group_id, which with a sample's number says its random numbers, as in
-    GenerationWorker.generate."""
+    GenerationWorker.generate. ValueError if it is empty."""
     number, length = int(prompt["group_id"][0]), int(prompt["lengths"][0])
+    if not length:
+        raise ValueError(f"prompt {number} is empty; give it a token to start from")
     tokens = prompt["input_ids"][0, :length].tolist()
     ids = range(number * samples, (number + 1) * samples)
     answers = {n: Answer(sample_id=n, prompt=tokens) for n in ids}

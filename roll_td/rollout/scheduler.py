@@ -62,12 +62,13 @@ class Scheduler:
         batch_size: int,
         max_refills: int,
         seed: int,
+        end: int | None = None,
     ) -> None:
         """`engines` is a role of GenerationWorkers; `generation` and `seed` say how they sample;
-        batch_size and max_refills what a batch is: see Window."""
+        batch_size, max_refills and `end`, of the stream, what a batch is: see Window."""
         self._engines, self._source, self._score = engines, source, score
         self._has_signal, self._config, self._generation = has_signal, config, generation
-        self._batch_size, self._max_refills = batch_size, max_refills
+        self._batch_size, self._max_refills, self._end = batch_size, max_refills, end
         self._driver = current_driver()
         self._changed = threading.Condition(threading.RLock())
         # all below is guarded by it
@@ -103,7 +104,8 @@ class Scheduler:
         """
         with self._changed:
             if self._window is None:
-                self._window = Window(self._batch_size, self._max_refills, position)
+                size, refills = self._batch_size, self._max_refills
+                self._window = Window(size, refills, position, self._end)
             assert self._window.position == position, "batches follow each other"
             ratio = self._config.async_generation_ratio
             self._batches = min(1 + ratio, left)
@@ -152,7 +154,8 @@ class Scheduler:
             found, self._metrics = self._metrics, []
             found.append(self._activity.metrics())
             version = self._version
-        return [*found, groups.staleness(batch, version)]
+        # weights that nothing has changed are never behind
+        return [*found, groups.staleness(batch, version)] if version else found
 
     def close(self) -> None:
         """Have the engines end; what is in flight is dropped."""
@@ -221,26 +224,42 @@ class Scheduler:
             what = f"no answer to sample {late.sample_id} after {now_s - late.sent_s:.1f} s"
             self._lose(late.engine, f"{what}; request_timeout_s is {timeout_s:g}")
 
+    def _heard_of(self, engine: int, failure: Failure) -> None:
+        text, sample = failure.text.rstrip(), failure.sample_id
+        if sample is None:
+            return self._lose(engine, text)
+        number = sample // self._generation.num_return_sequences
+        self._fail(engine, f"sample {sample} of prompt {number} can't be answered: {text}")
+
     def _lose(self, engine: int, why: str) -> None:
         """An engine has failed: the others take over what it had, or the job ends."""
-        rank = self._engines.placement.seats[engine].ranks[0]
-        host, role = self._driver.places[rank].host, self._engines.name
         last = self._router.last(engine)
         if last is not None:
             ago_s = time.monotonic() - last.sent_s
             number, sample = last.group.number, last.sample_id
             why += f"; its last request: sample {sample} of prompt {number}, {ago_s:.1f} s before"
         if self._config.on_engine_failure == "fail" or len(self._router.engines) == 1:
-            cause = Cause("exception", role, engine, rank, host, "engine", why, time.time())
-            self._error = self._error or WorkerError(cause.render())
-            self._changed.notify_all()
-            return self._driver.fail(cause)
+            return self._fail(engine, why)
+        role, rank, host = self._place(engine)
         text = "worker %d of %s, rank %d on %s: its engine has failed, others take over: %s"
         logger.warning(text, engine, role, rank, host, why)
         self._router.drop(engine)
         self._metrics.append({"rollout/engines_lost": Sum(1)})
         self._engines.close_engine(worker=engine, blocking=False)
         self._send()
+
+    def _fail(self, engine: int, why: str) -> None:
+        """The job ends of what has happened at an engine."""
+        role, rank, host = self._place(engine)
+        cause = Cause("exception", role, engine, rank, host, "engine", why, time.time())
+        self._error = self._error or WorkerError(cause.render())
+        self._changed.notify_all()
+        self._driver.fail(cause)
+
+    def _place(self, engine: int) -> tuple[str, int, str]:
+        """Role, rank and host."""
+        rank = self._engines.placement.seats[engine].ranks[0]
+        return self._engines.name, rank, self._driver.places[rank].host
 
     # --- threads ----------------------------------------------------------------------------
 
@@ -261,7 +280,7 @@ class Scheduler:
                 with self._changed:
                     if isinstance(item, Failure):
                         if engine in self._router.engines and not self._is_closed:
-                            self._lose(engine, item.text.rstrip())
+                            self._heard_of(engine, item)
                         return
                     for group in self._router.ended(engine, item):
                         self._take(group)

@@ -7,6 +7,7 @@ place in the stream is all that a run has to remember: none is lost, none comes 
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 
 
@@ -23,22 +24,26 @@ class Taken:
 class Window:
     """The part of the stream between what has been learnt from and what has not been drawn."""
 
-    def __init__(self, batch_size: int, max_refills: int, position: int) -> None:
+    def __init__(
+        self, batch_size: int, max_refills: int, position: int, end: int | None = None
+    ) -> None:
         """max_refills 0: a batch is batch_size prompts, whatever their answers are worth. Else it
         is the next batch_size with signal, or what of that (1 + max_refills) · batch_size prompts
-        have; without any signal in these, the last batch_size."""
+        have; without any signal in these, the last batch_size. `end`: how many prompts the stream
+        has; the last batch is smaller then. None: it never ends."""
         self.batch_size, self.max_refills = batch_size, max_refills
         self.position = position
         """First prompt of the next batch."""
         self.drawn = position
         """First prompt that has not been drawn."""
+        self._end = sys.maxsize if end is None else end
         self._signal: dict[int, bool] = {}
 
     def draw(self, batches: float) -> range:
         """The prompts that are drawn now, to have as many as may be learnt from in the next so many
         batches."""
         most = math.floor(batches * self.batch_size)
-        end = self.position + most * (1 + self.max_refills)
+        end = min(self.position + most * (1 + self.max_refills), self._end)
         dull = sum(not self._counts(number) for number in self._signal)
         count = min(most - (self.drawn - self.position - dull), end - self.drawn)
         first, self.drawn = self.drawn, self.drawn + max(0, count)
@@ -56,7 +61,7 @@ class Window:
         """The next batch, if it is whole; the place in the stream is behind it then."""
         looked_at: list[int] = []
         found: list[int] = []
-        most = self.batch_size * (1 + self.max_refills)
+        most = min(self.batch_size * (1 + self.max_refills), self._end - self.position)
         while len(found) < self.batch_size and len(looked_at) < most:
             number = self.position + len(looked_at)
             if number not in self._signal:

@@ -39,7 +39,9 @@ class Failure:
     """The engine has failed and gives no further answers."""
 
     text: str
-    """The traceback."""
+    """The traceback, or what is wrong with the request."""
+    sample_id: int | None = None
+    """Of the request, if no engine can do it: asking another is of no use."""
 
 
 Ended = queue.SimpleQueue[list[Answer] | Failure | None]

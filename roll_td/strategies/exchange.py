@@ -62,17 +62,26 @@ class HoldsWeights(ABC):
     def _require_model(self) -> None:
         """ValueError if the model is offloaded."""
 
-    def setup_model_update(self) -> dict[str, Weight]:
-        """What full_parameters gives, in its order. All ranks of the role call it together."""
+    def adapter_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Those of its LoRA layers alone, as full_parameters has all. ValueError without any."""
+        raise ValueError(
+            f"{type(self).__name__} has no adapters to give; set strategy_config.lora: merged"
+        )
+
+    def given(self, adapters: bool) -> Iterator[tuple[str, Tensor]]:
+        """What it gives: full_parameters, or adapter_parameters."""
+        return self.adapter_parameters() if adapters else self.full_parameters()
+
+    def setup_model_update(self, adapters: bool = False) -> dict[str, Weight]:
+        """What `given` gives, in its order. All ranks of the role call it together."""
         return {
-            name: Weight(tuple(tensor.shape), tensor.dtype)
-            for name, tensor in self.full_parameters()
+            name: Weight(tuple(tensor.shape), tensor.dtype) for name, tensor in self.given(adapters)
         }
 
     def model_update(self, plan: UpdatePlan) -> Iterator[list[Part]]:
         """The parts of each bucket of the plan in turn, in the dtype they have here. All ranks of
         the role go through it together: it gathers as it goes."""
-        weights = self.full_parameters()
+        weights = self.given(plan.adapters)
         name, flat = "", torch.empty(0)
         for bucket in plan.buckets:
             parts = []
@@ -112,7 +121,7 @@ class Incoming:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._own = dict(states.named(model))
-        if any(".lora_A." in name for name in self._own):
+        if any(".lora_A.default." in name for name in self._own):
             raise ValueError(
                 "weights come merged, and this model has LoRA layers that would be added to them; "
                 "give the role that receives them a model without lora"

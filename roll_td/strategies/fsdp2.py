@@ -148,6 +148,11 @@ class Fsdp2Infer(HoldsWeights, Operations, InferenceStrategy):
         self._require("model")
         return models.full_weights(self.model, states.whole)
 
+    def adapter_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Those of the LoRA layers alone, as full_parameters has all. ValueError without LoRA."""
+        self._require("model")
+        return models.adapter_weights(self.model, states.whole)
+
     def export_hf(self, folder: Path) -> None:
         """Write a folder that transformers loads, on worker 0; all workers call it together."""
         is_writer = self.context.rank_info.rank == 0

@@ -74,6 +74,8 @@ class UpdatePlan:
     weights: Mapping[str, Weight]
     """What the target takes, in the order of the source's gathers."""
     buckets: tuple[Bucket, ...]
+    adapters: bool = False
+    """Whether they are those of LoRA layers alone, which the target puts on weights of its own."""
 
     @cached_property
     def receivers(self) -> Ranks:
@@ -126,6 +128,7 @@ def make_plan(
     given: Mapping[str, Weight],
     wanted: Mapping[str, Weight],
     bucket_mb: float,
+    adapters: bool = False,
 ) -> UpdatePlan:
     """The plan for two roles by name, on these ranks of source and target.
 
@@ -141,7 +144,7 @@ def make_plan(
     buckets = tuple(
         Bucket(owners[number % len(owners)], tuple(pieces)) for number, pieces in enumerate(filled)
     )
-    return UpdatePlan(source, target, *ranks, weights, buckets)
+    return UpdatePlan(source, target, *ranks, weights, buckets, adapters)
 
 
 def _owners(source_ranks: Ranks) -> Ranks:

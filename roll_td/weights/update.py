@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from torch import Tensor
 from roll_td.config.model_update import ModelUpdateConfig
 from roll_td.metrics import Last, Metric, Sum
 from roll_td.runtime.cluster import Cluster
+from roll_td.runtime.refs import Refs
 from roll_td.runtime.together import Here, call_together, homes, make_groups
 from roll_td.runtime.transport import Group, Work
 from roll_td.strategies.exchange import Part, Weight
@@ -48,14 +50,18 @@ class Pair:
         self.version = 0
         """Of the target's weights: 0 are those that it was made with."""
         names = {"source": source.name, "target": target.name}
-        found = self._call("look_at_weights", **names, verify=config.verify)
+        adapters = _takes_adapters(target)
+        found = self._call(
+            "look_at_weights", **names, verify=config.verify, adapters=adapters
+        ).get()
         given = found[0].tables[source.name]
         wanted = next(f.tables[target.name] for f in found if target.name in f.tables)
         # a CPU and a GPU meet in main memory
         self._on_host = any(f.device_type == "cpu" for f in found)
         ranks = homes([source]), homes([target])
+        size_mb = config.bucket_mb
         self.plan = make_plan(
-            source.name, target.name, ranks, given, wanted or given, config.bucket_mb
+            source.name, target.name, ranks, given, wanted or given, size_mb, adapters
         )
         timeout_s = max(source.worker_config.timeout_s, target.worker_config.timeout_s)
         self._groups = {
@@ -69,11 +75,21 @@ class Pair:
         Returns weights/TARGET/megabytes (the target's weights once) and version, and how long it
         took as time/weights_TARGET_s. ValueError if config.verify finds a weight that differs.
         """
+        return self.begin(version)()
+
+    def begin(self, version: int) -> Callable[[], dict[str, Metric]]:
+        """As `update`, but returns at once: a function that waits for the end."""
         arguments = {"plan": self.plan, "groups": self._groups, "on_host": self._on_host}
-        seconds = max(self._call("update_weights", **arguments, version=version))
+        taken = self._call("update_weights", **arguments, version=version)
+        verify = self.config.verify
+        sums = self._call("checksum_weights", plan=self.plan) if verify else None
         self.version = version
-        if self.config.verify:
-            self._verify()
+        return partial(self._end, version, taken, sums)
+
+    def _end(self, version: int, taken: Refs, sums: Refs | None) -> dict[str, Metric]:
+        seconds = max(taken.get())
+        if sums is not None:
+            self._verify(version, sums.get())
         name = self.target.name
         return {
             f"weights/{name}/megabytes": Last(self.plan.nbytes / 1e6),
@@ -81,22 +97,27 @@ class Pair:
             f"time/weights_{name}_s": Sum(seconds),
         }
 
-    def _verify(self) -> None:
-        sums = self._call("checksum_weights", plan=self.plan)
+    def _verify(self, version: int, sums: Sequence[dict[str, dict[str, int]]]) -> None:
         want = sums[0][self.source.name]
         for rank, found in zip(homes([self.source, self.target]), sums, strict=True):
             got = found.get(self.target.name, {})
             if wrong := [name for name in got if got[name] != want[name]]:
                 raise ValueError(
-                    f"update {self.version} from {self.source.name} to {self.target.name}: on rank "
+                    f"update {version} from {self.source.name} to {self.target.name}: on rank "
                     f"{rank} {len(wrong)} of {len(got)} weights are not the source's: {wrong[:4]}"
                 )
 
-    def _call(self, function: str, **arguments: Any) -> list[Any]:
-        """What a function of this module gives on each rank, in the order of `homes`."""
-        clusters = [self.source, self.target]
-        results: list[Any] = call_together(clusters, f"{__name__}.{function}", **arguments)
-        return results
+    def _call(self, function: str, **arguments: Any) -> Refs:
+        """A call of a function of this module on each rank, in the order of `homes`."""
+        clusters, name = [self.source, self.target], f"{__name__}.{function}"
+        refs: Refs = call_together(clusters, name, blocking=False, **arguments)
+        return refs
+
+
+def _takes_adapters(target: Cluster) -> bool:
+    """Whether its strategy puts the source's adapters on weights that it has."""
+    args = target.worker_config.strategy_args
+    return args is not None and getattr(args.settings, "lora", "merged") == "adapters"
 
 
 # On the ranks
@@ -110,8 +131,9 @@ class Found(NamedTuple):
     device_type: str
 
 
-def look_at_weights(here: Here, source: str, target: str, verify: bool) -> Found:
-    """Look at the weights of both sides. ValueError if a strategy isn't there, or can't."""
+def look_at_weights(here: Here, source: str, target: str, verify: bool, adapters: bool) -> Found:
+    """Look at the weights of both sides, or the source's adapters. ValueError if a strategy isn't
+    there, or can't."""
     tables = {}
     wanted = (*TARGET, "full_parameters") if verify else TARGET
     for role, methods in ((source, SOURCE), (target, wanted)):
@@ -130,7 +152,8 @@ def look_at_weights(here: Here, source: str, target: str, verify: bool) -> Found
                 f"from {source} to {target}{' with verify' if verify else ''}; give it another "
                 "strategy"
             )
-        table = worker.strategy.setup_model_update()
+        of_adapters = {"adapters": True} if adapters and role == source else {}
+        table = worker.strategy.setup_model_update(**of_adapters)
         if worker.rank == 0:
             tables[role] = table
     device = next(iter(here.workers.values())).device
@@ -237,7 +260,9 @@ def checksum_weights(here: Here, plan: UpdatePlan) -> dict[str, dict[str, int]]:
         if role not in here.workers:
             continue
         worker = here.workers[role]
-        weights = worker.strategy.full_parameters()
+        of_adapters = plan.adapters and role == plan.source
+        given = "adapter_parameters" if of_adapters else "full_parameters"
+        weights = getattr(worker.strategy, given)()
         if role == plan.source and worker.rank != 0:
             deque(weights, maxlen=0)  # they gather together
         else:

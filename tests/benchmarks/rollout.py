@@ -4,7 +4,10 @@
 
 uneven: lengths with a tail of ten times the mean, 3 engines of 8 places. A ratio is the makespan
 through the bound max(work / places, longest answer); 1 can't be beaten. `new` prompts were never
-seen, so what they take is not known; `seen` ones were, and the longest begin first.
+seen, so that nobody can tell which to begin first, and a long one that begins late ends late;
+`seen` ones were, and the longest begin first. `ahead`: new ones, a batch ahead of what is learnt
+from, so that the places which are free at the end of one batch go to the next; of four batches
+between one before and one after.
 
 ahead: RLVR on a rank that trains and one that answers, each 2 s a step, by turns (ratio 0) and
 with answers a step ahead (ratio 1). A ratio is steps per hour through those by turns.
@@ -40,6 +43,8 @@ from roll_td.workers.actor import ActorWorker
 from roll_td.workers.generation import GenerationWorker
 
 ENGINES, PLACES, TOKEN_S = 3, 8, 0.01
+AHEAD = 4
+"""Batches."""
 LONGEST, SHORTEST, TAIL = 500, 12, 1.25
 """Of the answers: with this exponent of their Pareto distribution the mean is 50 tokens."""
 TOKENIZER = "configs/sft/tiny/tokenizer"
@@ -79,33 +84,51 @@ class Uneven(BasePipeline):
 
     def run(self) -> None:
         config = self.pipeline_config
-        found: dict[str, list[tuple[float, float, float]]] = {"new": [], "seen": []}
-        for round_number in range(config.rounds):
-            scheduler = Scheduler(
-                self.infer, Prompts(config.prompts), score, lambda rows: True,
-                SchedulingConfig(deterministic=False, in_flight_per_engine=PLACES),
-                config.infer.generation, config.prompts, 0, seed=round_number,
-            )  # fmt: skip
-            for number, kind in enumerate(found):
+        found: dict[str, list[tuple[float, float]]] = {"new": [], "seen": [], "ahead": []}
+        for number in range(config.rounds):
+            scheduler = self.scheduler(number, Prompts(config.prompts), deterministic=False)
+            for batch, kind in enumerate(("new", "seen")):
                 with scheduler.updating(0):  # a rest, without new weights
                     pass
-                began_s = time.monotonic()
-                batch, _, _ = scheduler.batch(number * config.prompts, 9)
-                taken_s = time.monotonic() - began_s
-                tokens = batch["response_mask"].sum(-1).tolist()
-                bound_s = max(sum(tokens) / ENGINES / PLACES, max(tokens)) * TOKEN_S
-                idle = merge_metrics(scheduler.metrics(batch))["rollout/idle"]
-                found[kind].append((taken_s / bound_s, bound_s, idle))
-                tail = max(tokens) / statistics.mean(tokens)
-                print(f"round {round_number} {kind}: {len(tokens)} answers, tail {tail:.1f} means, "
-                      f"bound {bound_s:.2f} s, ratio {taken_s / bound_s:.3f}, idle {idle:.1%}",
-                      flush=True)  # fmt: skip
+                found[kind].append(self.measure(f"round {number} {kind}", scheduler, batch, 1, 9))
+            scheduler.close()
+            endless = Prompts((AHEAD + 2) * config.prompts)
+            scheduler = self.scheduler(number, endless, async_generation_ratio=1.0)
+            scheduler.metrics(scheduler.batch(0, AHEAD + 2)[0])
+            what = f"round {number} ahead"
+            found["ahead"].append(self.measure(what, scheduler, 1, AHEAD, AHEAD + 1))
             scheduler.close()
         for kind, results in found.items():
-            ratios = [ratio for ratio, _, _ in results]
-            idle = statistics.median(idle for _, _, idle in results)
+            ratios = [ratio for ratio, _ in results]
+            idle = statistics.median(idle for _, idle in results)
             print(f"{kind}: makespan through bound {statistics.median(ratios):.3f}, worst "
                   f"{max(ratios):.3f}; engines idle {idle:.1%}", flush=True)  # fmt: skip
+
+    def scheduler(self, seed: int, prompts: Prompts, **how: Any) -> Scheduler:
+        config = self.pipeline_config
+        return Scheduler(
+            self.infer, prompts, score, lambda rows: True,
+            SchedulingConfig(in_flight_per_engine=PLACES, **how),
+            config.infer.generation, config.prompts, 0, seed,
+        )  # fmt: skip
+
+    def measure(
+        self, what: str, scheduler: Scheduler, first: int, count: int, left: int
+    ) -> tuple[float, float]:
+        """Makespan of so many batches through its bound, and the share of time without work."""
+        began_s, tokens, idle = time.monotonic(), [], []
+        for number in range(count):
+            position = (first + number) * self.pipeline_config.prompts
+            batch, _, _ = scheduler.batch(position, left - number)
+            tokens += batch["response_mask"].sum(-1).tolist()
+            idle.append(merge_metrics(scheduler.metrics(batch))["rollout/idle"])
+        taken_s = time.monotonic() - began_s
+        bound_s = max(sum(tokens) / ENGINES / PLACES, max(tokens)) * TOKEN_S
+        tail = max(tokens) / statistics.mean(tokens)
+        print(f"{what}: {len(tokens)} answers, tail {tail:.1f} means, bound {bound_s:.2f} s, "
+              f"ratio {taken_s / bound_s:.3f}, idle {statistics.mean(idle):.1%}",
+              flush=True)  # fmt: skip
+        return taken_s / bound_s, statistics.mean(idle)
 
 
 def uneven(folder: str, rounds: int) -> int:

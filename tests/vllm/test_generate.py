@@ -174,10 +174,12 @@ def test_what_ends_a_response(one: VllmInfer) -> None:
 
 def test_a_response_ends_where_the_model_ends(one: VllmInfer) -> None:
     long = torch.randint(3, 99, (3, 170), generator=torch.Generator().manual_seed(1))
-    batch = DataProto({"input_ids": long, "lengths": torch.tensor([157, 160, 170])})
+    batch = DataProto({"input_ids": long, "lengths": torch.tensor([157, 159, 155])})
     config = GenerationConfig(temperature=0, max_new_tokens=10)
     made = one.generate(batch, config, 0)
-    assert [len(tokens) for tokens, _ in responses(made)] == [3, 0, 0]
+    assert [len(tokens) for tokens, _ in responses(made)] == [3, 1, 5]
     assert list(made["finish_reason"]) == ["length"] * 3
-    with pytest.raises(ValueError, match="prompt 1 is empty"):
-        one.generate(DataProto({"input_ids": long, "lengths": torch.tensor([3, 0, 1])}), config, 0)
+    for length, said in ((0, "prompt 8 is empty"), (160, "prompt 8 has 160 tokens, and max_model")):
+        wrong = {"lengths": torch.tensor([3, length, 1]), "sample_id": torch.tensor([7, 8, 9])}
+        with pytest.raises(ValueError, match=said):
+            one.generate(DataProto({"input_ids": long, **wrong}), config, 0)

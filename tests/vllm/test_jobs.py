@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import yaml
 
+from roll_td.config.model import ModelConfig
+from roll_td.models import load_model
 from tests.dist.harness import HERE as DIST
 from tests.dist.harness import Ended, roll_td_run, write_config
 from tests.dist.test_async import lines, spans, write_async
 from tests.dist.test_rlvr import write_rlvr
-from tests.vllm.conftest import ENGINE, HERE, NEEDS_VLLM
+from tests.vllm.conftest import ENGINE, FIELDS, HERE, NEEDS_VLLM, TOKENIZER
 
 pytestmark = NEEDS_VLLM
 START_S = 280
@@ -44,7 +46,34 @@ def test_ten_updates_on_shared_and_disjoint_ranks(tmp_path: Path) -> None:
         roles=roles,
         model={"config": {"model_type": "qwen3"}},  # the scenario makes its own
     )
-    assert "TEN UPDATES CHECKED" in finish(config).out
+    assert "10 UPDATES CHECKED" in finish(config).out
+
+
+@pytest.mark.timeout(300)
+def test_an_engine_adds_adapters_that_come_alone(tmp_path: Path) -> None:
+    """To a model that it has read itself, on a rank that trains them and on another."""
+    load_model(ModelConfig(config=FIELDS), 3).save_pretrained(tmp_path / "model")
+    alone = ENGINE | {"max_model_len": 64, "lora": "adapters"}
+    roles = {
+        "train": {"device_mapping": [0, 1], "strategy_args": {"strategy_name": "fsdp2_train"}},
+        "adds": {
+            "device_mapping": [1, 2],
+            "strategy_args": {"strategy_name": "vllm", "strategy_config": alone},
+        },
+    }
+    for role in roles.values():
+        role["worker_cls"] = "vllm_scenarios.Role"
+    config = write_config(
+        tmp_path,
+        "vllm_scenarios.Adapters",
+        roles=roles,
+        model={
+            "path": str(tmp_path / "model"),
+            "tokenizer": TOKENIZER,
+            "lora": {"rank": 2, "alpha": 64},
+        },
+    )
+    assert "4 UPDATES CHECKED" in finish(config).out
 
 
 @pytest.mark.timeout(300)
@@ -78,8 +107,11 @@ def test_grpo_learns(tmp_path: Path) -> None:
     assert mean(rewards[:3]) < 0.2 and mean(rewards[-3:]) > 0.6, rewards
 
 
-def write_answers(folder: Path, strategy: str, scheduling: dict[str, Any], **sampled: Any) -> Path:
-    """It learns on rank 0 from answers of rank 1, which are in answers.jsonl."""
+def write_answers(
+    folder: Path, strategy: str, scheduling: dict[str, Any], devices: int = 1, **sampled: Any
+) -> Path:
+    """It learns on rank 0 from answers of rank 1, which are in answers.jsonl. `devices`: of the
+    engine."""
     folder.mkdir()
     engine = ENGINE if strategy == "vllm" else {}
     config = write_async(
@@ -100,7 +132,8 @@ def write_answers(folder: Path, strategy: str, scheduling: dict[str, Any], **sam
             "training": {"learning_rate": 1.0e-3},
         },
         actor_infer={
-            "device_mapping": [1],
+            "device_mapping": list(range(1, 1 + devices)),
+            "num_gpus_per_worker": devices,
             "strategy_args": {"strategy_name": strategy, "strategy_config": engine},
             "generation": {"max_new_tokens": 20} | sampled,
         },
@@ -113,11 +146,15 @@ def write_answers(folder: Path, strategy: str, scheduling: dict[str, Any], **sam
 
 @pytest.mark.timeout(400)
 def test_one_by_one_its_answers_are_those_of_hf_infer(tmp_path: Path) -> None:
-    """Greedy, over four updates."""
+    """Greedy, over four updates, by an engine on two devices."""
     runs = []
-    for strategy, scheduling in (("hf_infer", {}), ("vllm", {"deterministic": False})):
+    for strategy, scheduling, devices in (
+        ("hf_infer", {}, 1),
+        ("vllm", {"deterministic": False}, 2),
+    ):
         folder = tmp_path / strategy
-        finish(write_answers(folder, strategy, scheduling, temperature=0), "exp_name=run")
+        config = write_answers(folder, strategy, scheduling, devices, temperature=0)
+        finish(config, "exp_name=run")
         runs.append(lines(folder / "run" / "answers.jsonl"))
     seen = {str(line["tokens"]) for line in runs[0]}
     assert len(seen) > 8 and [line["versions"][0] for line in runs[0][::4]] == [1, 2, 3, 4]
@@ -127,11 +164,12 @@ def test_one_by_one_its_answers_are_those_of_hf_infer(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("in_flight", ["keep", "abort"])
-def test_it_answers_while_it_trains(in_flight: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("in_flight", "devices"), [("keep", 2), ("abort", 1)])
+def test_it_answers_while_it_trains(in_flight: str, devices: int, tmp_path: Path) -> None:
     scheduling = {"async_generation_ratio": 1.0, "in_flight": in_flight}
     folder = tmp_path / "ahead"
-    finish(write_answers(folder, "vllm", scheduling, num_return_sequences=3), "exp_name=run")
+    config = write_answers(folder, "vllm", scheduling, devices, num_return_sequences=3)
+    finish(config, "exp_name=run")
     answers = lines(folder / "run" / "answers.jsonl")
     assert [line["group"] for line in answers[::3]] == list(range(16))
     for line in answers:

@@ -170,6 +170,7 @@ threading.Thread(target=strategy.generate, args=(prompts(), config, 0), daemon=T
 OWNER = """
 import os, threading, time
 {does}
+print("engine", engine.process.pid, flush=True)
 print("folder", engine.folder, flush=True)
 print("pid of owner:", os.getpid(), flush=True)
 time.sleep(600)
@@ -178,15 +179,22 @@ time.sleep(600)
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "does, processes", [(STARTS, 2), (GENERATES, 5)], ids=["starts", "generates"]
+    "does, processes, is_stopped",
+    [(STARTS, 3, False), (STARTS, 3, True), (GENERATES, 6, True)],
+    ids=["starts", "starts, stopped", "generates, stopped"],
 )
-def test_l04_no_process_of_an_engine_outlives_its_worker(does: str, processes: int) -> None:
-    """On two devices: owner, engine, its two workers, and what tracks their memory."""
+def test_l04_no_process_of_an_engine_outlives_its_worker(
+    does: str, processes: int, is_stopped: bool
+) -> None:
+    """On two devices: owner, engine, its guard, its two workers, and what tracks their memory."""
     shared = set(os.listdir("/dev/shm"))
     job = Job(["-c", OWNER.format(does=does)], PYTHONPATH=str(HERE.parents[1]))
     owner = int(job.wait_for("pid of owner: ", 240).split()[-1])
     folder = Path(job.wait_for("folder ").split()[1])
-    assert len(job.processes()) >= processes
+    while len(job.processes()) < processes or len(set(map(os.getpgid, job.processes()))) < 3:
+        time.sleep(0.01)
+    if is_stopped:
+        os.killpg(int(job.wait_for("engine ").split()[1]), signal.SIGSTOP)
     os.kill(owner, signal.SIGKILL)
     killed = time.monotonic()
     while job.processes():

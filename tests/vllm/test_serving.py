@@ -115,6 +115,24 @@ def test_greedy_they_are_those_of_hf_infer(one: VllmInfer) -> None:
         assert got.log_probs == pytest.approx(wanted.log_probs, abs=1e-4)
 
 
+def test_a_request_that_it_cannot_do_is_told_as_such(one: VllmInfer) -> None:
+    """And the engine goes on."""
+    short, long = Answer(sample_id=1, prompt=[5]), Answer(sample_id=2, prompt=[5] * 160)
+    engine = one.open_engine(GENERATION, SEED)
+    engine.submit([short, long])
+    (told,) = engine.ended()
+    assert isinstance(told, Failure) and told.sample_id == 2
+    assert told.text.startswith("its prompt has 160 tokens, and max_model_len=160 leaves none")
+    engine._shared["stop"] = [""]  # vLLM itself refuses it
+    engine.submit([short])
+    (told,) = engine.ended()
+    assert isinstance(told, Failure) and told.sample_id == 1 and "empty string" in told.text
+    engine.close()
+    model = strong(one.context.model, 45)
+    update(one, model, 5)
+    check_greedy(one, model, 5)
+
+
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
 def test_an_engine_that_dies_or_hangs_holds_nobody_up(

@@ -13,11 +13,15 @@ import pytest
 import torch
 
 from roll_td.config.load import load
+from roll_td.config.model import LoraConfig, ModelConfig
 from roll_td.config.schema import ConfigError
 from roll_td.config.strategies import StrategyArgs, VllmConfig
+from roll_td.models import adapter_weights, load_model
 from roll_td.strategies.exchange import Weight
+from roll_td.strategies.vllm import adapters
 from roll_td.strategies.vllm.process import end_group
 from roll_td.strategies.vllm.shared import SharedWeights
+from tests.vllm.conftest import FIELDS
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -48,6 +52,35 @@ def test_settings_that_others_say_are_refused() -> None:
         "it out",
         "strategy_config.request_timeout_s=0.0: must be above 0 seconds",
     ]
+    with pytest.raises(ConfigError) as raised:
+        StrategyArgs("vllm", {"lora": "adapters", "enable_lora": True, "sleep_level": 2})
+    assert str(raised.value).splitlines() == [
+        "strategy_config.enable_lora=True: is said by strategy_config.lora; set "
+        "strategy_config.lora",
+        "strategy_config.sleep_level=2: drops weights of which lora=adapters brings no new ones; "
+        "set it to 1",
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft's
+def test_adapters_are_written_as_peft_reads_them(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    lora = LoraConfig(rank=4, alpha=6, target_modules=["q_proj", "down_proj"])
+    own = load_model(ModelConfig(config=FIELDS, lora=lora), 0)
+    with torch.no_grad():
+        for name, parameter in own.named_parameters():
+            if ".lora_B." in name:
+                parameter.normal_(generator=torch.Generator().manual_seed(1))
+    adapters.write(tmp_path, dict(adapter_weights(own)), lora)
+    base = load_model(ModelConfig(config=FIELDS), 0)
+    ids = torch.arange(10)[None]
+    without = base(ids).logits
+    read = peft.PeftModel.from_pretrained(base, tmp_path)
+    torch.testing.assert_close(read(ids).logits, own(ids).logits, atol=1e-5, rtol=1e-5)
+    assert (without - own(ids).logits).abs().max() > 0.1
+    assert [adapters.most_rank(LoraConfig(rank=rank)) for rank in (1, 4, 8, 9)] == [1, 8, 8, 16]
+    with pytest.raises(ValueError, match="rank=513: vLLM takes at most 512"):
+        adapters.most_rank(LoraConfig(rank=513))
 
 
 def test_the_quick_starts_variant_is_the_quick_start(monkeypatch: pytest.MonkeyPatch) -> None:

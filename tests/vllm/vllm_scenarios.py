@@ -14,7 +14,7 @@ from training_scenarios import FIELDS, TRAINING, Roles, Trainer, recorded_batch
 from roll_td import BasePipeline, Dispatch, get, register, register_request
 from roll_td.config.model import GenerationConfig, ModelConfig
 from roll_td.config.model_update import ModelUpdateConfig
-from roll_td.models import load_model
+from roll_td.models import load_model, load_tokenizer
 from roll_td.pipelines.rlvr import RLVRPipeline
 from roll_td.weights.update import Pair
 from roll_td.workers.actor import ActorWorker
@@ -38,19 +38,27 @@ class Role(Trainer):
 class TenUpdates(BasePipeline):
     """From a trainer on two ranks to an engine on one of them, and to one on two others."""
 
+    updates = 10
+
     def __init__(self, pipeline_config: Roles):
         super().__init__(pipeline_config)
         specs = [(n, n, Role, config) for n, config in pipeline_config.roles.items()]
         self.roles = self.create_clusters_parallel(specs)
         get([c.initialize(pipeline_config, blocking=False) for c in self.roles.values()])
-        get([c.make(MODEL, FAST, blocking=False) for c in self.roles.values()])
+        self.model = self.made_of()
+        get([c.make(self.model, FAST, blocking=False) for c in self.roles.values()])
+
+    def made_of(self):
+        return MODEL
 
     def run(self):
-        source, *targets = (self.roles[name] for name in ("train", "shared", "apart"))
+        source = self.roles.pop("train")
+        targets = list(self.roles.values())
         pairs = [Pair(source, t, ModelUpdateConfig(bucket_mb=0.01, verify=True)) for t in targets]
+        self.look_at([pair.plan for pair in pairs], source.weights())
         batch = recorded_batch(6).select(["input_ids", "lengths"])
         seen = set()
-        for version in range(1, 11):
+        for version in range(1, self.updates + 1):
             source.sft_step(recorded_batch())
             for pair in pairs:
                 pair.update(version)
@@ -60,13 +68,17 @@ class TenUpdates(BasePipeline):
                 self.compare(made, wanted, f"{target.name}, version {version}")
                 assert (made["weight_version"][made["response_mask"]] == version).all()
             seen.add(str([tokens for tokens, _ in wanted]))
-        assert len(seen) == 10, "the answers change"
-        print("TEN UPDATES CHECKED", flush=True)
+        assert len(seen) == self.updates, "the answers change"
+        print(f"{self.updates} UPDATES CHECKED", flush=True)
+
+    def look_at(self, plans, weights):
+        assert all(list(plan.weights) == list(weights) for plan in plans)
 
     def by_transformers(self, weights, batch):
         """Tokens and log-probs of each row."""
-        model = load_model(MODEL, 0)
+        model = load_model(replace(self.model, lora=None), 0)
         model.load_state_dict(weights, strict=False)  # without the head, which is tied
+        ends = load_tokenizer(self.model).eos_token_id if self.model.tokenizer else None
         found = []
         for row, length in zip(batch["input_ids"], batch["lengths"].tolist(), strict=True):
             prompt = row[None, :length]
@@ -76,6 +88,7 @@ class TenUpdates(BasePipeline):
                 max_new_tokens=12,
                 do_sample=False,
                 pad_token_id=0,
+                eos_token_id=ends,
             )
             with torch.no_grad():
                 log_probs = model(ids).logits[0].float().log_softmax(-1)
@@ -89,6 +102,22 @@ class TenUpdates(BasePipeline):
             assert ids[mask].tolist() == tokens, what
             worst = float((log_probs[mask] - own).abs().max())
             assert worst <= 1e-4, (what, worst)
+
+
+class Adapters(TenUpdates):
+    """From a trainer of LoRA layers, which alone go to the engine; wanted is what they say merged
+    into the model."""
+
+    updates = 4
+
+    def made_of(self):
+        return self.pipeline_config.model
+
+    def look_at(self, plans, weights):
+        whole = sum(weight.nbytes for weight in weights.values())
+        for plan in plans:
+            assert all(".lora_" in name for name in plan.weights)
+            assert 0 < plan.nbytes < whole / 8
 
 
 class StrongActor(ActorWorker):

@@ -16,7 +16,9 @@ from typing import Any
 import torch
 import vllm
 from vllm.config import set_current_vllm_config
+from vllm.exceptions import VLLMClientError
 from vllm.inputs import tokens_input
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -109,18 +111,21 @@ class Engine:
         self._so_far: dict[int, Any] = {}
         """What these have, by number."""
         self._holds = False
+        self._lora: LoRARequest | None = None
+        """Adapters that requests are answered with."""
         self._sleeps = current_platform.is_sleep_mode_available()
 
     def start(self, arguments: dict[str, Any]) -> int:
-        """Make it of these engine arguments; gives the most tokens of prompt and response.
-        ValueError for an argument that vLLM doesn't have."""
+        """Make it of these engine arguments; gives the most tokens of prompt and response. Its
+        weights come later, or with enable_lora from the model's files. ValueError for an argument
+        that vLLM doesn't have."""
         known = {field.name for field in fields(vllm.EngineArgs)}
         for key, value in arguments.items():
             if key not in known:
                 raise ValueError(str(unknown_argument(key, value, known).under("strategy_config")))
         defaults = ON_CPU if current_platform.is_cpu() else {}
         fixed = {
-            "load_format": "dummy",
+            "load_format": "auto" if arguments.get("enable_lora") else "dummy",
             "logprobs_mode": "processed_logprobs",
             "enable_sleep_mode": self._sleeps,
             "worker_extension_cls": f"{__name__}.{WeightsExtension.__name__}",
@@ -135,8 +140,7 @@ class Engine:
 
     def begin_loading(self) -> None:
         """New weights will come. ValueError while requests are in flight and not held."""
-        if self._in_flight and not self._holds:
-            raise ValueError("new weights came while requests are in flight; wait for their end")
+        self._require_rest()
         self._llm.collective_rpc("begin_loading")
 
     def load_weights(self, names: list[str]) -> None:
@@ -146,6 +150,14 @@ class Engine:
     def finish_loading(self) -> None:
         """All weights have come; forget what was made by the old ones."""
         self._llm.collective_rpc("finish_loading")
+        self._forget()
+
+    def load_adapters(self, folder: str) -> None:
+        """Answer with the adapters that this folder has, in the place of others. ValueError as
+        begin_loading."""
+        self._require_rest()
+        self._llm.add_lora(LoRARequest("policy", 1, folder, load_inplace=True))
+        self._lora = LoRARequest("policy", 1, folder)
         self._forget()
 
     def sleep(self, level: int) -> None:
@@ -191,6 +203,10 @@ class Engine:
             log_probs = [] if answer is None else list(answer.logprobs.logprobs)
             self._answer(number, (tokens, log_probs, "abort"))
 
+    def _require_rest(self) -> None:
+        if self._in_flight and not self._holds:
+            raise ValueError("new weights came while requests are in flight; wait for their end")
+
     def _forget(self) -> None:
         """Empty the prefix cache; what is in flight begins anew with the tokens that it has."""
         self._llm.reset_mm_cache()
@@ -209,7 +225,7 @@ class Engine:
             skip_special_tokens=False,
             output_kind=FINAL if name is None else RequestOutputKind.CUMULATIVE,
         )
-        self._llm.add_request(str(number), tokens_input(prompt), params)
+        self._llm.add_request(str(number), tokens_input(prompt), params, lora_request=self._lora)
         self._in_flight.add(number)
         if name is not None:
             self._served[name] = number
@@ -234,7 +250,7 @@ class Engine:
                     self._add(number, *arguments)
                 else:
                     self._pipe.send((number, None, getattr(self, method)(*arguments)))
-            except ValueError as error:  # a process's edge: who asked is told
+            except (ValueError, VLLMClientError) as error:  # a process's edge: who asked is told
                 self._pipe.send((number, "ValueError", str(error)))
             except Exception:
                 self._pipe.send((number, "RuntimeError", traceback.format_exc()))

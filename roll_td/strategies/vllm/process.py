@@ -150,12 +150,12 @@ def end_group(group: int) -> None:
         with contextlib.suppress(OSError):  # it has ended
             maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
             memory |= {Path(line[line.index(SHARED) :]) for line in maps if SHARED in line}
+    for file in memory:  # before the end of those who tell of it: two may be at this
+        file.unlink(missing_ok=True)
     for pid in members:
         if pid != os.getpid():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-    for file in memory:
-        file.unlink(missing_ok=True)
 
 
 def _group(entry: Path) -> int | None:

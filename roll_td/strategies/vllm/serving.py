@@ -45,9 +45,13 @@ class VllmEngine:
         return self._is_lost
 
     def submit(self, answers: Sequence[Answer]) -> None:
-        """Begin these, or go on with them."""
+        """Begin these, or go on with them. A prompt that it can't answer is the end, by `ended`."""
         calls, begun = [], []
         for answer in answers:
+            try:
+                require_room("its prompt", len(answer.prompt), self._most_tokens)
+            except ValueError as error:
+                return self._ended.put(Failure(str(error), answer.sample_id))
             whole = min(self._generation.max_new_tokens, self._most_tokens - len(answer.prompt))
             if whole <= len(answer.tokens):
                 answer.finish_reason = "length"
@@ -133,10 +137,24 @@ class VllmEngine:
         """By the thread that reads from the process."""
         with self._lock:
             self._flying.pop(answer.sample_id, None)
-        if (error := future.exception()) is not None:
+        if isinstance(error := future.exception(), ValueError):
+            return self._ended.put(Failure(str(error), answer.sample_id))
+        if error is not None:
             return self._fail(error)
         tokens, log_probs, answer.finish_reason = future.result()
         answer.tokens, answer.log_probs = answer.tokens + tokens, answer.log_probs + log_probs
         made = len(answer.tokens) - len(answer.versions)
         answer.versions += [self._version()] * made
         self._ended.put([answer])
+
+
+def require_room(what: str, length: int, most_tokens: int) -> None:
+    """ValueError unless `what`, a prompt of so many tokens, has some and leaves one of most_tokens
+    for an answer."""
+    if length == 0:
+        raise ValueError(f"{what} is empty; give it a token to start from")
+    if length >= most_tokens:
+        raise ValueError(
+            f"{what} has {length} tokens, and max_model_len={most_tokens} leaves none for an "
+            "answer; lower data.max_length, or raise strategy_config.max_model_len"
+        )

@@ -22,8 +22,9 @@ from roll_td.strategies import sampling, states
 from roll_td.strategies.base import InferenceStrategy, ModelProvider, StrategyContext
 from roll_td.strategies.batches import Response, with_responses
 from roll_td.strategies.exchange import VERSION, HoldsWeights, Part
+from roll_td.strategies.vllm import adapters
 from roll_td.strategies.vllm.process import EngineProcess
-from roll_td.strategies.vllm.serving import VllmEngine
+from roll_td.strategies.vllm.serving import VllmEngine, require_room
 from roll_td.strategies.vllm.shared import SharedWeights
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,8 @@ bind their own all take the first cores; it tells nobody of itself."""
 
 class VllmInfer(HoldsWeights, InferenceStrategy):
     """An engine on each worker, in processes of its own. The weights lie in host memory beside it:
-    new ones come in there, and checkpoints are made of it."""
+    new ones come in there, and checkpoints are made of it. With lora=adapters these are the
+    adapters' weights alone."""
 
     model: SharedWeights
 
@@ -53,19 +55,29 @@ class VllmInfer(HoldsWeights, InferenceStrategy):
         self._loads: list[Future[Any]] = []
 
     def initialize(self, model_provider: ModelProvider) -> None:
-        """Start the engine, and give it the weights of the model, without LoRA: they come merged.
+        """Start the engine, and give it the weights of the model, without LoRA: they come merged,
+        or the adapters alone.
 
-        ValueError for an engine argument that vLLM doesn't know or can't use, RuntimeError for what
-        else it can't start with.
+        ValueError for an engine argument that vLLM doesn't know or can't use, or for lora=adapters
+        without any; RuntimeError for what else it can't start with.
         """
         context, config = self.context, self.context.model
         self._owner = f"role {context.role}, worker {context.rank_info.rank}"
+        if self._adds_adapters and (config.path is None or config.path.endswith(".gguf")):
+            raise ValueError(
+                f"role {context.role}: with lora=adapters vLLM reads the model itself, and "
+                f"model.path={config.path} is no folder and no name on the hub; set "
+                "strategy_config.lora: merged"
+            )
         # it imports vLLM while the model is loaded here
         self._engine = EngineProcess(self._owner, self._environment())
-        model: Any = model_provider(replace(config, lora=None), context.seed)
+        if not self._adds_adapters:
+            config = replace(config, lora=None)
+        model: Any = model_provider(config, context.seed)
         if any(parameter.is_meta for parameter in model.parameters()):
             raise ValueError("the model provider left weights on the meta device; load them")
-        self.model = SharedWeights.holding(dict(models.full_weights(model)))
+        kind = models.adapter_weights if self._adds_adapters else models.full_weights
+        self.model = SharedWeights.holding(dict(kind(model)))
         self._ends = _end_tokens(model)
         if config.tokenizer:
             self._ends |= {models.load_tokenizer(config).eos_token_id} - {None}
@@ -78,24 +90,24 @@ class VllmInfer(HoldsWeights, InferenceStrategy):
         those of the engine: response j of a row has a seed of its own, made of `seed` and, with a
         column sample_id, sample_id · n + j, else row · n + j. What ends a response is the same.
 
-        An engine that was lost while it took requests is started anew. ValueError for an empty
-        prompt, or while the engine is offloaded or has no weights; TimeoutError if it hangs, see
-        VllmConfig.request_timeout_s.
+        An engine that was lost while it took requests is started anew. ValueError for a prompt that
+        is empty or leaves no room for a token, or while the engine is offloaded or has no weights;
+        TimeoutError if it hangs, see VllmConfig.request_timeout_s.
         """
         self._ready()
         if self._lacks:
             raise ValueError(f"role {self.context.role}: {self._lacks}")
         lengths, n = batch["lengths"].tolist(), generation.num_return_sequences
-        if 0 in lengths:
-            raise ValueError(f"prompt {lengths.index(0)} is empty; give it a token to start from")
         rows = batch["input_ids"].tolist()
         ids = batch["sample_id"].tolist() if "sample_id" in batch else range(len(rows))
+        for sample_id, length in zip(ids, lengths, strict=True):
+            require_room(f"prompt {sample_id}", length, self._most_tokens)
         shared = self._sampling(generation)
         responses = [Response(finish_reason="length") for _ in range(len(rows) * n)]
         calls, places = [], []
         for row, (length, sample_id) in enumerate(zip(lengths, ids, strict=True)):
             most = min(generation.max_new_tokens, self._most_tokens - length)
-            for j in range(n if most > 0 else 0):
+            for j in range(n):
                 number = sampling.generator(seed, sample_id * n + j).integers(2**63)
                 own = {"seed": int(number), "max_tokens": most}
                 calls.append((rows[row][:length], shared | own))
@@ -123,7 +135,7 @@ class VllmInfer(HoldsWeights, InferenceStrategy):
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Each weight once, with the name that Hugging Face has for it, in one order: as the engine
-        was given it."""
+        was given it. With lora=adapters these alone."""
         return iter(self.model.state_dict().items())
 
     def update_parameter_in_bucket(self, parts: Iterable[Part]) -> None:
@@ -134,6 +146,8 @@ class VllmInfer(HoldsWeights, InferenceStrategy):
         parts, begins = list(parts), self._incoming is None
         super().update_parameter_in_bucket(parts)
         if self._is_lost:
+            return
+        if self._adds_adapters:
             return
         if begins:
             self._call("begin_loading")
@@ -149,7 +163,11 @@ class VllmInfer(HoldsWeights, InferenceStrategy):
         if self.engine is not None:
             self.engine.forget()
         super().process_weights_after_loading(version)
-        if not self._is_lost:
+        if self._is_lost:
+            return
+        if self._adds_adapters:
+            self._load_all()
+        else:
             self._finish_loading()
 
     def save_checkpoint(self, folder: Path) -> None:
@@ -187,6 +205,10 @@ class VllmInfer(HoldsWeights, InferenceStrategy):
         self._engine.close()
 
     @property
+    def _adds_adapters(self) -> bool:
+        return self._config.lora == "adapters"
+
+    @property
     def _is_lost(self) -> bool:
         """Whether others have taken over what the engine had: it is asked for nothing more."""
         return self.engine is not None and self.engine.is_lost
@@ -208,7 +230,8 @@ class VllmInfer(HoldsWeights, InferenceStrategy):
     def _start(self) -> None:
         """Have the engine's process make it, with the weights that lie here."""
         self._most_tokens = self._call("start", self._arguments())
-        self._call("share_weights", self.model.path, self.model.weights)
+        if not self._adds_adapters:
+            self._call("share_weights", self.model.path, self.model.weights)
         self._load_all()
 
     def _checkpoint(self) -> dict[str, Tensor]:
@@ -216,6 +239,12 @@ class VllmInfer(HoldsWeights, InferenceStrategy):
         return tensors | {VERSION: torch.tensor(self.weight_version)}
 
     def _load_all(self) -> None:
+        if self._adds_adapters:
+            assert self.context.model.lora is not None, "it has adapters"
+            folder = self._engine.folder / "adapters"
+            adapters.write(folder, self.model.state_dict(), self.context.model.lora)
+            self._call("load_adapters", str(folder))
+            return
         self._call("begin_loading")
         self._loads = self._engine.submit("load_weights", [(list(self.model.weights),)])
         self._finish_loading()
@@ -260,6 +289,10 @@ class VllmInfer(HoldsWeights, InferenceStrategy):
             "seed": context.seed % 2**32,
             "tensor_parallel_size": context.config.num_gpus_per_worker // stages,
         }
+        if self._adds_adapters:
+            assert config.lora is not None, "it has adapters"
+            rank = adapters.most_rank(config.lora)
+            arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
         self._model_config.save_pretrained(folder)
         if self._has_tokenizer:
             models.load_tokenizer(config).save_pretrained(folder)

@@ -58,6 +58,7 @@ def takes(resident_mb: float, working_mb: float, **parts: float) -> RoleMemory:
         "buffers",
         "kv_cache",
         "allocator",
+        "reserved",
         "checkpoint",
     )
     sizes = {f"{name}_mb": parts.get(name, 0.0) for name in names}
@@ -107,6 +108,64 @@ def test_devices_with_the_same_roles_are_one_entry() -> None:
 def test_what_stays_adds_up_and_the_largest_work_counts() -> None:
     some = DeviceMemory((0,), {"a": takes(10, 7), "b": takes(20, 3)})
     assert some.peak_mb == 37
+
+
+def test_offloaded_only_those_at_work_count() -> None:
+    roles = {"a": takes(10, 7), "b": takes(20, 3), "c": takes(4, 25)}
+    assert DeviceMemory((0,), roles, offloads=True).peak_mb == 30  # new weights from a to b
+    assert DeviceMemory((0,), roles | {"b": takes(5, 3)}, offloads=True).peak_mb == 29  # c alone
+    made = config({n: role("hf_infer", "0") for n in roles}, device_memory_gb=0.02)
+    (problem,) = memory_problems(made, [DeviceMemory((0,), roles, offloads=True)])
+    assert "one (a 0.02, b 0.02, c 0.03), or what stays of two for new weights (a" in str(problem)
+
+
+GB = 1 << 30
+
+
+def test_an_engine_of_vllm_keeps_what_it_has_reserved() -> None:
+    own = {"kv_cache_memory_bytes": 2 * GB, "max_num_batched_tokens": 1, "max_num_seqs": 1}
+    args = {"strategy_name": "vllm", "strategy_config": own}
+    roles = {
+        "train": role("fsdp2_train", "0-1"),
+        "infer": role("vllm", "1-2", num_gpus_per_worker=2) | {"strategy_args": args},
+    }
+    found, unknown = memory_by_device(config(roles, device_memory_gb=2.5))
+    assert [(some.devices, list(some.roles)) for some in found] == [
+        ((0,), ["train"]),
+        ((1,), ["train", "infer"]),
+        ((2,), ["infer"]),
+    ]
+    assert unknown == []
+    engine = found[2].roles["infer"]
+    assert engine.weights_mb == SIZE.parameters * 4 / 2 / 2**20
+    assert engine.resident_mb == engine.weights_mb + 2048 == pytest.approx(engine.peak_mb, abs=1)
+    both = found[1]
+    assert both.peak_mb == both.roles["train"].peak_mb + engine.resident_mb
+    problems = memory_problems(config(roles, device_memory_gb=2.5), found)
+    assert [problem.given for problem in problems] == ["2.5"], "device 1, and no other"
+    assert str(problems[0]).endswith(
+        "lower infer.strategy_args.strategy_config.kv_cache_memory_bytes, or give each role "
+        "devices of its own"
+    )
+
+
+def test_an_engine_of_vllm_takes_its_share_of_a_device() -> None:
+    args = {"strategy_name": "vllm", "strategy_config": {"gpu_memory_utilization": 0.8}}
+    roles = {
+        "infer": role("vllm", "0") | {"strategy_args": args},
+        "train": role("fsdp2_train", "0"),
+    }
+    found, unknown = memory_by_device(config(roles))
+    assert [list(some.roles) for some in found] == [["train"]]
+    assert unknown == [
+        "memory of infer is not known: vLLM takes gpu_memory_utilization=0.8 of a GPU, on CPUs "
+        "1 GiB for keys and values; set device_memory_gb, or strategy_config.kv_cache_memory_bytes"
+    ]
+    ((both,), unknown) = memory_by_device(config(roles, device_memory_gb=16))
+    assert unknown == [] and both.roles["infer"].peak_mb == pytest.approx(0.8 * 16 * 1024)
+    made = config(roles, device_memory_gb=4)
+    (problem,) = memory_problems(made, memory_by_device(made)[0])
+    assert "strategy_config.gpu_memory_utilization" in problem.fix
 
 
 @pytest.mark.parametrize(

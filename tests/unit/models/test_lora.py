@@ -5,7 +5,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from roll_td.config.model import LoraConfig, ModelConfig
-from roll_td.models import adapters_off, export_hf, load_model
+from roll_td.models import adapter_weights, adapters_off, export_hf, load_model
 from tests.unit.models.small import config, hf_logits, weights
 
 pytest.importorskip("peft")
@@ -59,6 +59,18 @@ def test_a_merged_weight_is_rounded_once():
     right = (layer.base_layer.weight.float() + delta).bfloat16()
     assert layer.lora_A["default"].weight.dtype == torch.float32
     assert torch.equal(weights(model)["model.layers.0.mlp.up_proj.weight"], right)
+
+
+def test_adapters_alone_make_the_merged_weights_of_the_base():
+    base, model = weights(load_model(config(), 0)), lora_model()
+    alone, merged = dict(adapter_weights(model)), weights(model)
+    for name, weight in merged.items():
+        a, b = (alone.pop(name.replace("weight", f"lora_{part}.weight"), None) for part in "AB")
+        wanted = base[name] if a is None else base[name] + 6 / 4 * b @ a
+        torch.testing.assert_close(weight, wanted, atol=1e-6, rtol=1e-6)
+    assert not alone
+    with pytest.raises(ValueError, match="no adapters to give"):
+        dict(adapter_weights(load_model(config(), 0)))
 
 
 def test_adapters_off_is_the_base_model():

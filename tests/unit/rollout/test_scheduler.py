@@ -23,6 +23,7 @@ from roll_td.rollout.scheduler import Scheduler
 from roll_td.runtime.cluster import Cluster, ResourceManager
 from roll_td.runtime.inprocess import LocalJob
 from roll_td.strategies.base import StrategyContext
+from roll_td.strategies.engine import Answer, CoreEngine, Failure
 from roll_td.strategies.mock import MockInfer
 from roll_td.workers.generation import GenerationWorker
 
@@ -241,7 +242,7 @@ def test_prompts_are_drawn_until_enough_have_a_signal(made: Made) -> None:
 def test_others_take_over_what_an_engine_had_that_fails(made, fault, caplog) -> None:
     faulty = {"fault": fault, "fault_worker": 1, "fault_after": 5}
     scheduler, cluster, _ = made(
-        3, faulty, size=8, on_engine_failure="reroute", request_timeout_s=0.5
+        3, faulty, size=8, on_engine_failure="reroute", request_timeout_s=2.0
     )
     position, lost = 0, 0.0
     for step in range(3):
@@ -257,7 +258,7 @@ def test_others_take_over_what_an_engine_had_that_fails(made, fault, caplog) -> 
 
 @pytest.mark.parametrize("fault", ["fail", "hang"])
 def test_the_job_ends_with_what_an_engine_failed_of(made, fault) -> None:
-    scheduler, cluster, _ = made(2, {"fault": fault, "fault_worker": 1}, request_timeout_s=0.5)
+    scheduler, cluster, _ = made(2, {"fault": fault, "fault_worker": 1}, request_timeout_s=2.0)
     update(scheduler, cluster, 1)
     with pytest.raises(WorkerError, match=r"infer\.engine failed \(worker 1 of infer, rank 1") as e:
         scheduler.batch(0, 1)
@@ -268,4 +269,40 @@ def test_the_last_engine_to_fail_ends_the_job(made: Made) -> None:
     scheduler, cluster, _ = made(1, {"fault": "fail"}, on_engine_failure="reroute")
     update(scheduler, cluster, 1)
     with pytest.raises(WorkerError, match="as fault says"):
+        scheduler.batch(0, 1)
+
+
+def test_a_request_that_nobody_can_answer_ends_the_job_at_once(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With others that could take over, too: it would be the end of each of them."""
+
+    def refuse(engine: CoreEngine, answers: list[Answer]) -> None:
+        (wrong,) = [a.sample_id for a in answers if a.sample_id == 4] or [None]
+        if wrong is not None:
+            engine._ended.put(Failure("its prompt is too long; lower it", wrong))
+
+    monkeypatch.setattr(CoreEngine, "submit", refuse)
+    scheduler, cluster, _ = made(3, on_engine_failure="reroute")
+    update(scheduler, cluster, 1)
+    with pytest.raises(WorkerError, match=r"infer\.engine failed \(worker 1 of infer, rank 1") as e:
+        scheduler.batch(0, 1)
+    assert "sample 4 of prompt 1 can't be answered: its prompt is too long; lower it" in str(
+        e.value
+    )
+    assert len(scheduler._router.engines) == 3
+
+
+def test_an_empty_prompt_is_not_asked(made: Made) -> None:
+    scheduler, cluster, prompts = made(2, on_engine_failure="reroute")
+    draw = prompts.draw
+
+    def one_empty(position: int, count: int) -> DataProto:
+        drawn = draw(position, count)
+        drawn["lengths"][2] = 0
+        return drawn
+
+    prompts.draw = one_empty
+    update(scheduler, cluster, 1)
+    with pytest.raises(ValueError, match="prompt 2 is empty; give it a token to start from"):
         scheduler.batch(0, 1)

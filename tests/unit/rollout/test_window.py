@@ -30,6 +30,19 @@ def by_rounds(dull: set[int], size: int, refills: int, position: int) -> tuple[l
     return found, position
 
 
+@pytest.mark.parametrize(("size", "ahead"), [(3, 0.0), (3, 1.0), (4, 2.5), (10, 0.0)])
+def test_the_last_batch_has_what_is_left(size: int, ahead: float) -> None:
+    window, seen = Window(size, 0, 2, end=10), []
+    while window.position < 10:
+        for number in reversed(window.draw(1 + ahead)):
+            window.answered(number, False)
+        taken = window.take()
+        assert taken is not None and taken.learnt_from == taken.looked_at
+        assert len(taken.looked_at) == min(size, 10 - len(seen) - 2)
+        seen += taken.looked_at
+    assert seen == list(range(2, 10)) and not window.draw(1 + ahead)
+
+
 @given(
     size=st.integers(1, 5),
     refills=st.integers(0, 3),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,6 +25,10 @@ SIZES = {"long": (30, 40), "wide": (100, 5), "short": (3,), "number": ()}
 BUCKETS = ModelUpdateConfig(bucket_mb=0.0015, verify=True)
 
 
+ADAPTERS = ("wide", "number")
+"""What the source of an update counts as such."""
+
+
 class Model(nn.Module):
     def __init__(self, dtype: torch.dtype, fill: float) -> None:
         super().__init__()
@@ -40,6 +45,9 @@ class Holder(HoldsWeights):
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         return iter(self.model.state_dict().items())
+
+    def adapter_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, self.model.get_parameter(name)) for name in ADAPTERS)
 
     def _require_model(self) -> None: ...
 
@@ -78,9 +86,26 @@ class Side(Worker):
         self.strategy = Anything()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def keep_adapters(self) -> None:
+        """Alone."""
+        for name in SIZES.keys() - ADAPTERS:
+            delattr(self.strategy.model, name)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def add(self, value: float) -> None:
         for weight in self.strategy.model.parameters():
             weight += value * torch.linspace(0, 1, weight.numel()).view(weight.shape)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def shuffle(self) -> None:
+        """Give the model's weights an order of this rank's own."""
+        model = self.strategy.model
+        weights = dict(model.named_parameters())
+        order = random.Random(self.rank).sample(sorted(weights), len(weights))
+        for name in weights:
+            delattr(model, name)
+        for name in order:
+            model.register_parameter(name, weights[name])
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def spoil(self, worker: int, name: str) -> None:
@@ -101,8 +126,8 @@ def job() -> Iterator[LocalJob]:
         yield running
 
 
-def role(name: str, devices: list[int], **config: Any) -> Cluster:
-    args = StrategyArgs("hf_infer")
+def role(name: str, devices: list[int], strategy: Any = ("hf_infer",), **config: Any) -> Cluster:
+    args = StrategyArgs(*strategy)
     given = WorkerConfig(name=name, device_mapping=devices, strategy_args=args, **config)
     return Cluster(name, Side, ResourceManager(1, 4), given)
 
@@ -144,6 +169,36 @@ def test_the_target_has_what_the_source_has(job: LocalJob, places: str, dtype: t
         size = 4 if dtype == torch.float32 else 2
         assert metrics["weights/infer/megabytes"] == Last((1200 + 500 + 3 + 1) * size / 1e6)
         assert metrics["time/weights_infer_s"] > 0
+
+
+@pytest.mark.parametrize("places", ["apart, many", "overlap"])
+def test_a_target_that_takes_adapters_gets_these_alone(job: LocalJob, places: str) -> None:
+    source, target = PLACES[places]
+    actor, infer = role("actor", source), role("infer", target, ("vllm", {"lora": "adapters"}))
+    actor.make(1.0)
+    infer.make()
+    infer.keep_adapters()
+    pair = Pair(actor, infer, BUCKETS)
+    for version in (1, 2):
+        actor.add(0.1, blocking=False)
+        metrics = pair.update(version)
+        (want, *_), got = actor.weights(), infer.weights()
+        for worker in got:
+            assert worker.keys() == set(ADAPTERS)
+            assert all(torch.equal(worker[n], want[n]) for n in ADAPTERS)
+        assert metrics["weights/infer/megabytes"] == Last((500 + 1) * 4 / 1e6)
+
+
+@pytest.mark.parametrize("places", ["apart, many", "same", "overlap"])
+def test_b13_weights_find_each_other_by_name(job: LocalJob, places: str) -> None:  # B13
+    """In whatever order each rank of the target holds them."""
+    actor, infer = two(*PLACES[places])
+    infer.shuffle()
+    orders = {tuple(own) for own in [*actor.weights(), *infer.weights()]}
+    assert len(orders) > 2, "the ranks differ"
+    Pair(actor, infer, BUCKETS).update(1)
+    want = actor.weights()[0]
+    assert all(torch.equal(own[name], want[name]) for own in infer.weights() for name in SIZES)
 
 
 @pytest.mark.parametrize("name", ["long", "number"])
