@@ -15,7 +15,7 @@ from roll_td.config.base import JobSize, WorkerConfig
 from roll_td.config.classes import check_class
 from roll_td.config.device_memory import memory_by_device, memory_problems, memory_table
 from roll_td.config.load import Checked, check_config
-from roll_td.config.replay import write_replay_config
+from roll_td.config.replay import record_path, write_replay_config
 from roll_td.config.schema import Problem
 from roll_td.placement import (
     RolePlacement,
@@ -197,6 +197,10 @@ def _report(run_dir: str) -> int:
 def _replay(run_dir: str, step: int, sample: int | None) -> int:
     try:
         config = str(write_replay_config(run_dir, step, sample))
+        if sample is not None:
+            from roll_td.pipelines.recording import Record
+
+            Record.load(record_path(run_dir, step)).check_sample(sample)
     except ValueError as error:
         print(f"roll-td replay: {error}", file=sys.stderr)
         return 1
@@ -250,7 +254,8 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("run_dir", metavar="RUN_DIR", help="such as runs/tiny")
         command.set_defaults(command=action)
     text = "do a recorded step of a run again, in one process, and print where numbers differ"
-    command = commands.add_parser("replay", help=text, description=text)
+    of_what = "; of RLVR, with a critic or without, and of on-policy distillation (record_steps)"
+    command = commands.add_parser("replay", help=text, description=text + of_what)
     command.add_argument("run_dir", metavar="RUN_DIR", help="such as runs/tiny")
     command.add_argument("--step", type=int, required=True, metavar="N", help="as in metrics.jsonl")
     command.add_argument(

@@ -75,7 +75,7 @@ def kimi15(
     level: str,
 ) -> Losses:
     """-A log p + tau / 2 · (log r)², whose gradient is that of Kimi k1.5 (arXiv:2501.12599,
-    equation 3), with r of the policy over the one that sampled.
+    section 2.3.2), with r of the policy over the one that sampled.
 
     level: "sequence", as in the paper: r is that of the whole response, and its tokens share the
     term equally; "token": each has its own. Without an advantage the second term is still there.

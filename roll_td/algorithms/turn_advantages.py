@@ -55,7 +55,7 @@ def gigpo(
     ddof: int,
 ) -> dict[str, Tensor]:
     """Advantage of the row in its group + turn_weight · that of the turn among the turns of the
-    group that began in the same state (GiGPO, arXiv:2505.10978, section 4).
+    group that began in the same state (GiGPO, arXiv:2505.10978, equations 3 to 8).
 
     state_id: int64 (B, T), at the first token of a turn a number of the state that the policy
     answered there; the same number in a group is the same state. Of a row it is the sum of rewards

@@ -1,5 +1,6 @@
 """What scores are weighed with by length, and advantages by difficulty (GRPO-LEAD,
-arXiv:2504.09696, section 3)."""
+arXiv:2504.09696, section 3; defaults and the kind of deviation are those of its authors' code,
+github.com/aeroplanepaper/GRPO-LEAD)."""
 
 from __future__ import annotations
 
@@ -19,13 +20,13 @@ def by_length(
     right_from: float,
 ) -> Tensor:
     """Scores of right answers times exp(-alpha z), z how many standard deviations (of the
-    population) they are longer than the right answers of their group; float32 (B).
+    sample) they are longer than the right answers of their group; float32 (B).
 
     scores: float32 (B), right from `right_from` on. response_lengths: int64 (B). valid: bool (B).
     A group whose right answers are equally long, and one with a single one, keeps its scores.
     """
     right = valid & (scores >= right_from)
-    longer = normalise(response_lengths.float(), right, group_id, mean="group", std="group", ddof=0)
+    longer = normalise(response_lengths.float(), right, group_id, mean="group", std="group", ddof=1)
     return torch.where(right, scores * (-alpha * longer).exp(), scores)
 
 

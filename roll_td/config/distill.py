@@ -8,15 +8,16 @@ from typing import Literal
 
 from roll_td.config.base import WorkerConfig
 from roll_td.config.data import answer_problems
+from roll_td.config.evaluation import EvaluatedConfig
 from roll_td.config.functions import DivergenceArgs
 from roll_td.config.schema import Problem
-from roll_td.config.text import TrainedTextConfig, ability_problems, count_problems, fill_in
+from roll_td.config.text import ability_problems, count_problems, fill_in
 
 WORKERS = "roll_td.workers.distill."
 
 
 @dataclass
-class DistillConfig(TrainedTextConfig):
+class DistillConfig(EvaluatedConfig):
     """The model is the student's; teacher.model is its teacher's. Both have the same tokens."""
 
     divergence: DivergenceArgs = field(default_factory=DivergenceArgs)
@@ -44,6 +45,7 @@ class DistillConfig(TrainedTextConfig):
         """Student and teacher."""
         fill_in(self.student, "fsdp2_train", WORKERS + "StudentWorker")
         fill_in(self.teacher, "fsdp2_infer", WORKERS + "TeacherWorker", self.student)
+        self.fill_in_evaluation(self.student)
 
     def problems(self) -> Iterator[Problem]:
         """Of data, roles, and what can be compared."""

@@ -8,15 +8,16 @@ from typing import Literal
 
 from roll_td.config.base import WorkerConfig
 from roll_td.config.data import pair_problems
+from roll_td.config.evaluation import EvaluatedConfig
 from roll_td.config.functions import PreferenceLossArgs
 from roll_td.config.schema import Problem
-from roll_td.config.text import TrainedTextConfig, ability_problems, fill_in
+from roll_td.config.text import ability_problems, fill_in
 
 WORKERS = "roll_td.workers.dpo."
 
 
 @dataclass
-class DPOConfig(TrainedTextConfig):
+class DPOConfig(EvaluatedConfig):
     """A model learns which of two answers to a prompt is preferred. batch_size counts pairs, and so
     does training.micro_batch_size of actor_train."""
 
@@ -50,6 +51,7 @@ class DPOConfig(TrainedTextConfig):
             self.reference = WorkerConfig(training=replace(self.actor_train.training))
         if self.reference is not None:
             fill_in(self.reference, "fsdp2_infer", WORKERS + "AnswerWorker", self.actor_train)
+        self.fill_in_evaluation(self.actor_train)
 
     def problems(self) -> Iterator[Problem]:
         """Of data, roles, and the reference."""

@@ -8,10 +8,16 @@ from typing import Any
 
 import yaml
 
+from roll_td.config.onpolicy_distill import OnPolicyDistillConfig
 from roll_td.config.rlvr import RLVRConfig
 
-REPLAYED = "roll_td.pipelines.rlvr.RLVRPipeline"
-"""The pipeline whose steps are recorded."""
+REPLAYED = {
+    "roll_td.pipelines.rlvr.RLVRPipeline": "roll_td.pipelines.replay.ReplayPipeline",
+    "roll_td.pipelines.onpolicy_distill.OnPolicyDistillPipeline": (
+        "roll_td.pipelines.replay.OnPolicyReplayPipeline"
+    ),
+}
+"""The pipelines whose steps are recorded, and what does them again."""
 RECORDS = "records"
 """Folder of a run with a file for each recorded step."""
 
@@ -36,6 +42,11 @@ class ReplayConfig(RLVRConfig):
     """What is replayed."""
 
 
+@dataclass
+class OnPolicyReplayConfig(OnPolicyDistillConfig, ReplayConfig):
+    """The same of on-policy distillation."""
+
+
 def record_path(run_dir: str | Path, step: int) -> Path:
     """Where a step of a run is recorded."""
     return Path(run_dir) / RECORDS / f"step_{step}.pt"
@@ -52,17 +63,16 @@ def write_replay_config(run_dir: str, step: int, sample: int | None) -> Path:
         known = f"there are {', '.join(map(str, there))}" if there else "nothing is recorded"
         raise ValueError(f"{run_dir} has no record of step {step}: {known}; see record_steps")
     config: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
-    if config["pipeline_cls"] != REPLAYED:
-        raise ValueError(f"{run_dir} is of {config['pipeline_cls']}: only {REPLAYED} is replayed")
-    for role in config.values():
-        if isinstance(role, dict) and "worker_cls" in role:
-            role |= {"world_size": 1, "num_gpus_per_worker": 1}
-            role["device_mapping"] = None if role["device_mapping"] is None else [0]
-            if role["strategy_args"] is not None:
-                role["strategy_args"]["strategy_config"].pop("fsdp_size", None)
+    if config["pipeline_cls"] not in REPLAYED:
+        known = " and ".join(REPLAYED)
+        raise ValueError(f"{run_dir} is of {config['pipeline_cls']}: {known} are replayed")
+    for section in config.values():
+        for role in [section, *section.values()] if isinstance(section, dict) else []:
+            if isinstance(role, dict) and "worker_cls" in role:
+                _put_on_one_rank(role)
     config.pop("scheduling", None)  # nothing is generated, so roles may share a device
     config |= {
-        "pipeline_cls": "roll_td.pipelines.replay.ReplayPipeline",
+        "pipeline_cls": REPLAYED[config["pipeline_cls"]],
         "config_cls": None,
         "output_dir": str(Path(run_dir) / "replay"),
         "exp_name": f"step_{step}",
@@ -79,3 +89,10 @@ def write_replay_config(run_dir: str, step: int, sample: int | None) -> Path:
     made.parent.mkdir(exist_ok=True)
     made.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
     return made
+
+
+def _put_on_one_rank(role: dict[str, Any]) -> None:
+    role |= {"world_size": 1, "num_gpus_per_worker": 1}
+    role["device_mapping"] = None if role["device_mapping"] is None else [0]
+    if role["strategy_args"] is not None:
+        role["strategy_args"]["strategy_config"].pop("fsdp_size", None)

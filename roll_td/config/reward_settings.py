@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from string import Formatter
 from typing import Literal
 
 from roll_td.config.function_settings import require
+from roll_td.config.schema import ConfigError, Problem
+
+REPLY = "judge_reply"
+"""Column with the text that a role of this job has replied as a judge; None where it was not
+asked."""
 
 
 @dataclass
@@ -113,55 +118,90 @@ class ChoiceSettings:
 
 @dataclass
 class JudgeSettings:
-    """A model at an endpoint as OpenAI's says what a response is worth."""
+    """A model says what a response is worth: at an endpoint as OpenAI's, or in a role of this
+    job."""
 
-    url: str
-    """Of its chat completions: http://host:8000/v1/chat/completions."""
-    model: str
-    """Its name there."""
     template: str
     """What it is asked. {response}, {ground_truth} and other columns in braces stand for the row's;
     {{ and }} for braces."""
+    url: str | None = None
+    """Of the endpoint's chat completions: http://host:8000/v1/chat/completions."""
+    model: str | None = None
+    """The model's name at the endpoint."""
+    role: str | None = None
+    """Instead of url: one of `judges`, whose generation says how it answers."""
     pattern: str = r"[Ss]core:\s*(-?\d+(?:\.\d+)?)"
     """Regular expression whose first group is the score; its last match in the reply counts."""
     lowest: float = 0.0
     """The score that becomes 0; a lower one is an error."""
     highest: float = 10.0
     """The score that becomes 1; a higher one is an error."""
-    temperature: float = 0.0
-    """Its own."""
-    max_tokens: int = 512
-    """Most tokens of its reply."""
-    api_key_env: str | None = None
-    """Environment variable that holds the key; it is neither logged nor saved. None: no key."""
-    concurrency: int = 16
-    """Questions asked at the same time by each worker of the role."""
     attempts: int = 4
-    """How often a question is asked at most: again after a lost connection, no answer in time, or
-    status 408, 429 or 5xx. Then it is an error, with what on_error says."""
+    """How often a question is asked at most. An endpoint is asked again after a lost connection, no
+    answer in time, or status 408, 429 or 5xx; a role, unless its temperature is 0, after a reply
+    without a score, with other random numbers. Then it is an error, with what on_error says."""
+    temperature: float = 0.0
+    """Of the endpoint's model."""
+    max_tokens: int = 512
+    """Most tokens of a reply of the endpoint."""
+    api_key_env: str | None = None
+    """Environment variable that holds the endpoint's key; it is neither logged nor saved. None: no
+    key."""
+    concurrency: int = 16
+    """Questions to the endpoint at the same time by each worker of the role `reward`."""
     backoff_s: float = 1.0
-    """Seconds before the second attempt; before each further one twice as many."""
+    """Seconds before the second attempt at the endpoint; before each further one twice as many."""
     wait_s: float = 60.0
-    """Seconds without an answer after which an attempt is given up."""
+    """Seconds without an answer of the endpoint after which an attempt is given up."""
 
     def __post_init__(self) -> None:
-        require(
-            self,
-            url=(self.url.startswith(("http://", "https://")), "must begin with http(s)://"),
-            template=_template_rule(self.template),
-            pattern=_pattern_rule(self.pattern, groups=1),
-            highest=(self.lowest < self.highest, f"must be above lowest={self.lowest}"),
-            concurrency=(self.concurrency >= 1, "must be at least 1"),
-            attempts=(self.attempts >= 1, "must be at least 1"),
-            max_tokens=(self.max_tokens >= 1, "must be at least 1"),
-            backoff_s=(0 <= self.backoff_s < math.inf, "must be a finite number of at least 0"),
-            wait_s=(0 < self.wait_s < math.inf, "must be a finite number above 0"),
-        )
+        problems = self._whom_problems()
+        rules = {
+            "template": _template_rule(self.template),
+            "pattern": _pattern_rule(self.pattern, groups=1),
+            "highest": (self.lowest < self.highest, f"must be above lowest={self.lowest}"),
+            "concurrency": (self.concurrency >= 1, "must be at least 1"),
+            "attempts": (self.attempts >= 1, "must be at least 1"),
+            "max_tokens": (self.max_tokens >= 1, "must be at least 1"),
+            "backoff_s": (0 <= self.backoff_s < math.inf, "must be a finite number of at least 0"),
+            "wait_s": (0 < self.wait_s < math.inf, "must be a finite number above 0"),
+        }
+        try:
+            require(self, **rules)
+        except ConfigError as error:
+            problems += error.problems
+        if problems:
+            raise ConfigError(problems)
+
+    def _whom_problems(self) -> list[Problem]:
+        """Of who is asked: an endpoint, or a role."""
+        if self.role is not None:
+            own = {f.name: f.default for f in fields(self) if f.name in OF_ENDPOINT}
+            given = {name: getattr(self, name) for name in own}
+            rule, fix = f"is of an endpoint, and role={self.role!r} is asked", "drop one of the two"
+            return [Problem(n, repr(v), rule, fix) for n, v in given.items() if v != own[n]]
+        if self.url is None:
+            fix = "set url and model of an endpoint, or role, one of judges"
+            return [Problem("url", "", "is missing: nobody is asked", fix)]
+        problems = []
+        if not self.url.startswith(("http://", "https://")):
+            problems.append(Problem("url", repr(self.url), "must begin with http(s)://", ""))
+        if self.model is None:
+            problems.append(Problem("model", "", "is missing", "set its name at the endpoint"))
+        return problems
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns that the template names, in the order of their first places."""
-        return fields_of(self.template)
+        """The columns that the template names, in the order of their first places; and what a role
+        has replied."""
+        return fields_of(self.template) + (() if self.role is None else (REPLY,))
+
+
+OF_ENDPOINT = (
+    "url", "model", "temperature", "max_tokens", "api_key_env", "concurrency", "backoff_s",
+    "wait_s",
+)  # fmt: skip
+"""Settings of llm_judge that a role has no use for."""
 
 
 def fields_of(template: str) -> tuple[str, ...]:

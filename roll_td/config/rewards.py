@@ -16,6 +16,7 @@ from roll_td.config.base import WorkerConfig
 from roll_td.config.function_settings import require
 from roll_td.config.functions import Function, FunctionArgs
 from roll_td.config.reward_settings import (
+    REPLY,
     ChoiceSettings,
     CodeSettings,
     ExactMatchSettings,
@@ -207,7 +208,7 @@ def reward_problems(rewards: Rewards, columns: Collection[str]) -> list[Problem]
     if not rewards:
         fix = f"name one: rewards: {{{DEFAULT}: {{name: exact_match}}}}"
         return [Problem("", "", "is empty: nothing says what a response is worth", fix)]
-    problems = []
+    problems, columns = [], {*columns, REPLY}
     if "domain" not in columns and (tags := [tag for tag in rewards if tag != DEFAULT]):
         rule = "is the reward of a domain, and rows have no column domain"
         fix = f"keep one (data.keep: {{domain: …}}), or call the reward {DEFAULT}"

@@ -9,12 +9,14 @@ from roll_td.config.algorithm import AlgorithmConfig, generation_problems
 from roll_td.config.base import WorkerConfig, role_sections
 from roll_td.config.data import prompt_problems
 from roll_td.config.function_settings import require
+from roll_td.config.judges import Judges, fill_in_judges, judge_problems
 from roll_td.config.model import GenerationConfig
 from roll_td.config.model_update import ModelUpdateConfig
 from roll_td.config.rewards import Rewards, RewardWorkerConfig, reward_problems
 from roll_td.config.scheduling import SchedulingConfig, scheduling_problems
 from roll_td.config.schema import Problem
 from roll_td.config.text import LEAVE, TextConfig, ability_problems, count_problems, fill_in
+from roll_td.config.vllm import room_problems
 
 ANSWER_COLUMNS = ("response", "finish_reason")
 """What a reward may look at beside the columns that the data keeps."""
@@ -70,6 +72,9 @@ class RLVRConfig(TextConfig):
     at the same time."""
     reward: RewardWorkerConfig | None = field(default_factory=RewardWorkerConfig)
     """The role that scores, on CPUs; one worker unless world_size is given."""
+    judges: Judges = field(default_factory=dict)
+    """Roles with models that the reward llm_judge asks, by the name that it has for them; without
+    device_mapping they share those of actor_train."""
 
     mini_batches: int = 1
     """Optimiser steps that the answers of a step are spread over."""
@@ -120,6 +125,7 @@ class RLVRConfig(TextConfig):
             self.critic = self.critic or WorkerConfig()
         if self.critic is not None:
             fill_in(self.critic, "fsdp2_train", workers + "critic.CriticWorker", train)
+        fill_in_judges(self.judges, train)
 
     def problems(self) -> Iterator[Problem]:
         """Of data, rewards, the algorithm with this generation, and of what lacks its use."""
@@ -130,6 +136,7 @@ class RLVRConfig(TextConfig):
             ("rewards", self.reward_problems()),
         ):
             yield from (problem.under(key) for problem in of)
+        yield from judge_problems(self.rewards, self.judges)
         yield from count_problems(
             self, "mini_batches", "ppo_epochs", "max_steps", "eval_steps", "record_steps"
         )
@@ -148,6 +155,8 @@ class RLVRConfig(TextConfig):
         corrects = self.algorithm.importance_weights is not None
         scheduled = scheduling_problems(self.scheduling, self.actor_infer, beside, corrects)
         yield from (problem.under("scheduling") for problem in scheduled)
+        room = room_problems(self.actor_infer, self.data.max_length)
+        yield from (problem.under("actor_infer") for problem in room)
         if self.offload and self.scheduling.by_requests:
             rule = "would take the model from an engine, which works whenever it is asked"
             yield Problem("offload", "true", rule, "drop it, or leave scheduling out")

@@ -77,6 +77,9 @@ def read(cls: type[T], data: Mapping[str, Any]) -> Reading[T]:
     sections: dict[str, list[str]] = {}
     for name, section in _all_fields(cls, "", ()):
         sections.setdefault(name, []).append(section)
+    # of a section that the config does not have nobody thinks who mistakes a key's
+    for name, homes in sections.items():
+        sections[name] = [home for home in homes if home.partition(".")[0] in data] or homes
     fields, problems, complete = _read_fields(cls, data, "", sections)
     value, more = _construct(cls, fields, "") if complete else (_BAD, [])
     problems += more

@@ -13,7 +13,8 @@ class LengthWeightConfig:
     """Right answers score less the longer they are, beside the right ones of their group."""
 
     alpha: float
-    """Their score is multiplied by exp(-alpha) for each standard deviation that they are longer."""
+    """Their score is multiplied by exp(-alpha) for each standard deviation that they are longer;
+    0.05 in the code of its authors."""
     right_from: float = 1.0
     """The score from which on an answer is right."""
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
+import torch
+
 from roll_td.config.base import WorkerConfig
 from roll_td.config.model import GenerationConfig
 from roll_td.config.rlvr import RLVRConfig
-from roll_td.metrics import Metric
+from roll_td.data.rows import Rows
 from roll_td.pipelines.base import BasePipeline
 from roll_td.pipelines.estimating import Estimator
+from roll_td.pipelines.scoring import Scorer
 from roll_td.protocol import DataProto
 from roll_td.rollout.scheduler import Scheduler, Source
 from roll_td.runtime.cluster import Cluster
@@ -26,7 +30,7 @@ def start_roles(pipeline: BasePipeline, *roles: WorkerConfig) -> list[Cluster]:
 def start_scheduler(
     config: RLVRConfig,
     actor_infer: Cluster,
-    reward: Cluster | None,
+    scorer: Scorer,
     prompts: Source,
     estimator: Estimator,
 ) -> Scheduler | None:
@@ -36,7 +40,7 @@ def start_scheduler(
     return Scheduler(
         actor_infer,
         prompts,
-        lambda rows: score(reward, rows),
+        scorer,
         lambda rows: bool(estimator.shape(rows.clone()).any()),
         config.scheduling,
         config.actor_infer.generation,
@@ -46,26 +50,18 @@ def start_scheduler(
     )
 
 
+def numbered(rows: Rows, first: int, count: int) -> DataProto:
+    """So many prompts from this row on, with their numbers as group_id."""
+    numbers = np.arange(first, first + count)
+    prompts = rows.batch(numbers)
+    prompts.update({"group_id": torch.from_numpy(numbers)})
+    return prompts
+
+
 def answers(
-    actor_infer: Cluster,
-    reward: Cluster | None,
-    prompts: DataProto,
-    generation: GenerationConfig,
-    seed: int,
-) -> tuple[DataProto, dict[str, Metric]]:
-    """Answers to prompts that have a group_id, as GenerationWorker.generate gives them, with the
-    columns of RewardWorker.compute_rewards; and what the rewards tell of them. Without a reward
-    there are neither."""
+    actor_infer: Cluster, prompts: DataProto, generation: GenerationConfig, seed: int
+) -> DataProto:
+    """Answers to prompts that have a group_id, as GenerationWorker.generate gives them."""
     prompts.update({"sample_id": prompts["group_id"]})
-    batch = actor_infer.generate(prompts, generation, seed)
-    return batch, score(reward, batch)
-
-
-def score(reward: Cluster | None, batch: DataProto) -> dict[str, Metric]:
-    """Add the columns of RewardWorker.compute_rewards to answers; what the rewards tell of them."""
-    if reward is None:
-        return {}
-    rewards = reward.compute_rewards(DataProto(None, batch.non_tensor_batch))
-    batch.update(rewards)
-    metrics: dict[str, Metric] = rewards.meta_info["metrics"]
-    return metrics
+    batch: DataProto = actor_infer.generate(prompts, generation, seed)
+    return batch

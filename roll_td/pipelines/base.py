@@ -147,13 +147,16 @@ class BasePipeline(ABC):
         The weights' version is global_step + 1, so a target's tells how old they are in steps.
         Returns metrics: see Pair.update; none of those that are left.
         """
-        metrics: dict[str, Metric] = {}
-        version = global_step + 1
+        return self.begin_model_update(global_step)()
+
+    def begin_model_update(self, global_step: int) -> Callable[[], dict[str, Metric]]:
+        """As model_update, but returns at once: a function that waits for the end."""
+        ends, version = [], global_step + 1
         for pair, frequency in self._update_pairs:
             is_due = global_step % frequency == 0 or pair.version == 0
             if is_due and pair.version != version:
-                metrics |= pair.update(version)
-        return metrics
+                ends.append(pair.begin(version))
+        return lambda: {name: metric for end in ends for name, metric in end().items()}
 
     def do_checkpoint(self, global_step: int, is_last: bool | None = None) -> None:
         """Save the state after the step `global_step`, as checkpoints/step_N with N one more, if
@@ -173,6 +176,7 @@ class BasePipeline(ABC):
         if not (is_last or self._is_stopping or self._checkpoints.is_due(done)):
             return
         self._checkpoints.wait()
+        self.settle()
         with ExitStack() as saving:
             folder = saving.enter_context(self._checkpoints.saving(done))
             calls, writes = [], []
@@ -203,6 +207,9 @@ class BasePipeline(ABC):
             self._checkpoints.finish(rest, self._fail)
         else:
             rest()
+
+    def settle(self) -> None:  # noqa: B027  most leave nothing
+        """Before the state is saved: a subclass waits here for what it has left under way."""
 
     def state_dict(self) -> dict[str, Any]:
         """What a subclass wants in its checkpoints beside global_step: plain data, as JSON has."""

@@ -10,7 +10,6 @@ import torch
 from roll_td.config.distill import DistillConfig
 from roll_td.metrics import Mean, Metric, Sum
 from roll_td.models import load_tokenizer
-from roll_td.pipelines.answering import start_roles
 from roll_td.pipelines.training import TextTraining
 from roll_td.plan import StepPlan, local
 from roll_td.protocol import DataProto
@@ -25,20 +24,22 @@ class DistillPipeline(TextTraining):
     has looked at before: what it says goes from its ranks to the student's."""
 
     purpose = "answers"
-    shown = ("loss", "divergence", "cross_entropy", "grad_norm", "val/divergence")
+    shown = (
+        "loss", "divergence", "cross_entropy", "grad_norm", "val/divergence",
+        "val/score", "val/pass@1",
+    )  # fmt: skip
 
     def __init__(self, pipeline_config: DistillConfig) -> None:
         super().__init__(pipeline_config)
         config = pipeline_config
         assert config.teacher.model is not None, "the config refuses that"
         tokens = common_vocabulary(self.tokenizer, load_tokenizer(config.teacher.model))
-        self.trained, self.teacher = start_roles(self, config.student, config.teacher)
+        (self.teacher,) = self.start(config.student, config.teacher)
         for cluster in (self.trained, self.teacher):
             cluster.set_vocabulary(tokens)
         timeout_s = max(config.student.timeout_s, config.teacher.timeout_s)
         self.group = Group(homes([self.teacher, self.trained]), timeout_s)
         make_groups([self.group])
-        self.set_checkpoint_clusters(self.trained)
 
     def train_step(self, step: int, batch: DataProto) -> dict[str, Metric]:
         """One optimiser step of the student."""

@@ -21,7 +21,6 @@ from roll_td.config.dpo import DPOConfig
 from roll_td.config.model import ModelConfig
 from roll_td.data.rows import Rows
 from roll_td.metrics import Mean, Metric, merge_metrics
-from roll_td.pipelines.answering import start_roles
 from roll_td.pipelines.training import TextTraining
 from roll_td.plan import StepPlan
 from roll_td.protocol import DataProto
@@ -38,7 +37,10 @@ class DPOPipeline(TextTraining):
     step on batch_size pairs."""
 
     purpose = "pairs"
-    shown = ("loss", "accuracy", "reward_margin", "grad_norm", "val/accuracy", "val/reward_margin")
+    shown = (
+        "loss", "accuracy", "reward_margin", "grad_norm", "val/accuracy", "val/reward_margin",
+        "val/score", "val/pass@1",
+    )  # fmt: skip
 
     def __init__(self, pipeline_config: DPOConfig) -> None:
         super().__init__(pipeline_config)
@@ -46,11 +48,10 @@ class DPOPipeline(TextTraining):
         self.loss = import_object(config.loss.path)
         self.files = self._cache_files()
         is_cached = bool(self.files) and all(file.exists() for file in self.files.values())
-        roles = [config.actor_train, *([role] if role is not None and not is_cached else [])]
-        self.trained, *others = start_roles(self, *roles)
+        asked = [role] if role is not None and not is_cached else []
+        others = self.start(config.actor_train, *asked)
         self.reference = others[0] if others else None
         self.cached: dict[str, Answers] = {}
-        self.set_checkpoint_clusters(self.trained)
 
     def run(self) -> None:
         """Have the reference's side ready if it is to be cached, then train."""

@@ -94,9 +94,8 @@ class Estimator:
             )
             metrics |= measured
             self.adapt(measured["kl"])
-        batch.update({"token_level_rewards": rewards})
         names = batch.keys()
-        columns = {name: batch[name] for name in names}
+        columns = {name: batch[name] for name in names} | {"token_level_rewards": rewards}
         made = call(self.advantage, columns, algorithm.advantage.arguments)
         if algorithm.whiten_advantages:
             made["advantages"] = whiten(made["advantages"], mask, ddof=1)
@@ -105,7 +104,7 @@ class Estimator:
             made["advantages"] = by_difficulty(
                 made["advantages"], of, valid, groups, **vars(weight)
             )
-        batch.update(made)
+        batch.update({"token_level_rewards": rewards} | made)
         return metrics
 
     def adapt(self, kl: float) -> None:

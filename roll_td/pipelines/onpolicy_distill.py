@@ -61,13 +61,9 @@ class OnPolicyDistillPipeline(RLVRPipeline):
 
     def estimate(self, batch: DataProto) -> None:
         """Also add what teachers think to the advantages."""
-        config = self.pipeline_config
         self.metrics.append(under("teacher", self.judge(batch)))
         super().estimate(batch)
-        names = "old_log_probs", "teacher_log_probs", "response_mask"
-        made = distillation(*(batch[name] for name in names), gamma=config.teacher_gamma)
-        added = config.teacher_coefficient * made["advantages"]
-        batch.update({"advantages": batch["advantages"] + added})
+        add_teachers(batch, self.pipeline_config)
 
     def judge(self, batch: DataProto) -> dict[str, Metric]:
         """Take rows of which a teacher has said NaN, or that a token can't be, out of
@@ -87,13 +83,7 @@ class OnPolicyDistillPipeline(RLVRPipeline):
 
     def rows_of(self, batch: DataProto) -> dict[str, list[int]]:
         """The rows that each teacher judges, of those that have any."""
-        config = self.pipeline_config
-        has_key = config.teacher_key in batch
-        values = batch[config.teacher_key] if has_key else [None] * len(batch)
-        found: dict[str, list[int]] = {}
-        for row, value in enumerate(values):
-            found.setdefault(tag_of(config.teachers, value), []).append(row)
-        return found
+        return rows_of_teachers(batch, self.pipeline_config)
 
     def validate(self) -> dict[str, Metric]:
         """How far answers to all of the validation data are from the teachers', and their scores
@@ -102,6 +92,24 @@ class OnPolicyDistillPipeline(RLVRPipeline):
         self.ask(batch)
         scored = outcomes.validation_metrics(batch, self.pipeline_config.validation)
         return scored | under("val/teacher", self.judge(batch))
+
+
+def add_teachers(batch: DataProto, config: OnPolicyDistillConfig) -> None:
+    """Add to advantages what teachers say of each token."""
+    names = "old_log_probs", "teacher_log_probs", "response_mask"
+    made = distillation(*(batch[name] for name in names), gamma=config.teacher_gamma)
+    added = config.teacher_coefficient * made["advantages"]
+    batch.update({"advantages": batch["advantages"] + added})
+
+
+def rows_of_teachers(batch: DataProto, config: OnPolicyDistillConfig) -> dict[str, list[int]]:
+    """The rows that each teacher judges, by its tag, of those that have any."""
+    has_key = config.teacher_key in batch
+    values = batch[config.teacher_key] if has_key else [None] * len(batch)
+    found: dict[str, list[int]] = {}
+    for row, value in enumerate(values):
+        found.setdefault(tag_of(config.teachers, value), []).append(row)
+    return found
 
 
 def check_widths(student: int, teachers: Mapping[str, int]) -> None:

@@ -12,6 +12,9 @@ from roll_td.config.rlvr import ValidationConfig
 from roll_td.metrics import Max, Mean, Metric, Sum
 from roll_td.protocol import DataProto
 
+COLUMNS = {"scores", "group_id", "response_mask", "finish_reason"}
+"""What rollout_metrics looks at, scores if there are any."""
+
 
 def rollout_metrics(batch: DataProto) -> dict[str, Metric]:
     """Of all that was sampled, whether it is learnt from or not: scores, if there are any, and

@@ -15,6 +15,9 @@ from roll_td.config.replay import record_path
 from roll_td.pipelines.estimating import Estimator
 from roll_td.protocol import DataProto
 
+SHOWN_SAMPLES = 4
+"""Answers that an error names."""
+
 
 @dataclass(frozen=True)
 class Record:
@@ -45,6 +48,16 @@ class Record:
     def load(cls, path: Path) -> Record:
         """Read what `save` wrote."""
         return cls(**torch.load(path, weights_only=True))
+
+    def check_sample(self, sample: int) -> None:
+        """ValueError, with those that are near, unless there is an answer of this sample_id."""
+        ids = sorted(self.columns["sample_id"].tolist())
+        if sample not in ids:
+            near = sorted(sorted(ids, key=lambda one: abs(one - sample))[:SHOWN_SAMPLES])
+            raise ValueError(
+                f"step {self.step} has no answer of sample_id {sample}: it has {len(ids)}, from "
+                f"{ids[0]} to {ids[-1]}, the nearest {', '.join(map(str, near))}"
+            )
 
     @property
     def batch(self) -> DataProto:

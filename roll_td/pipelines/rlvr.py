@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,10 +22,11 @@ from roll_td.data.loader import load_data
 from roll_td.metrics import Last, Metric, Sum, merge_metrics
 from roll_td.models import load_tokenizer
 from roll_td.pipelines import outcomes
-from roll_td.pipelines.answering import answers, start_roles, start_scheduler
+from roll_td.pipelines.answering import numbered, start_roles, start_scheduler
 from roll_td.pipelines.base import BasePipeline
 from roll_td.pipelines.estimating import Estimator
 from roll_td.pipelines.recording import Recorder
+from roll_td.pipelines.scoring import Scorer
 from roll_td.pipelines.training import is_validation_due
 from roll_td.protocol import DataProto
 from roll_td.rollout.scheduler import Scheduler
@@ -60,6 +62,8 @@ class RLVRPipeline(BasePipeline):
         self.recorder = Recorder(self.run_dir, config.record_steps)
         self.position = 0
         self.metrics: list[dict[str, Metric]] = []
+        self.under_way: deque[Callable[[], None]] = deque()
+        self.settling_s = 0.0
         roles = role_sections(vars(config))
         self.roles = dict(zip(roles, start_roles(self, *roles.values()), strict=True))
         self.actor_train, self.actor_infer = self.roles["actor_train"], self.roles["actor_infer"]
@@ -68,8 +72,10 @@ class RLVRPipeline(BasePipeline):
         )
         if self.reward is not None:
             self.reward.check_golds(data.train.kept, blocking=False)  # it logs what it finds
+        judges = {name: self.roles[f"judges.{name}"] for name in config.judges}
+        self.scorer = Scorer(config, self.reward, judges)
         self.scheduler = start_scheduler(
-            config, self.actor_infer, self.reward, data.train, self.estimator
+            config, self.actor_infer, self.scorer, data.train, self.estimator
         )
         self.set_model_update_pair(self.actor_train, self.actor_infer, config=config.model_update)
         learners = [self.actor_train] if self.critic is None else [self.actor_train, self.critic]
@@ -91,8 +97,6 @@ class RLVRPipeline(BasePipeline):
             self.ask(batch)
             self.estimate(batch)
             self.learn(batch)
-            self.log(self.metrics)
-            self.metrics = []
             if self.validation_data is not None and is_validation_due(config, step):
                 self.update_weights(step + 1)
                 self.log(self.validate(), step + 1)
@@ -112,7 +116,8 @@ class RLVRPipeline(BasePipeline):
                 prompts = self.train_data.draw(self.position, config.batch_size)
                 self.position += config.batch_size
                 batch, rewards = self.answers(prompts, self.generation, config.seed)
-                self.metrics += [rewards, outcomes.rollout_metrics(batch)]
+                self.metrics.append(rewards)
+                self.tell(batch)
                 signal = self.estimator.shape(batch)
                 found.append(batch[signal] if config.max_refills else batch)
                 groups += len(set(found[-1]["group_id"].tolist()))
@@ -131,23 +136,33 @@ class RLVRPipeline(BasePipeline):
         with self.timing("rollout"):
             left = self.pipeline_config.max_steps - self.global_step
             batch, looked_at, self.position = scheduler.batch(self.position, left)
-        self.metrics += [*scheduler.metrics(batch), outcomes.rollout_metrics(looked_at)]
+        self.metrics += scheduler.metrics(batch)
+        self.tell(looked_at)
         self.estimator.shape(batch)
         return batch
+
+    def tell(self, batch: DataProto) -> None:
+        """Have metrics of a rollout made by `settle`, when ranks have work."""
+        as_sampled = batch.select(outcomes.COLUMNS & set(batch.keys()))
+        self.under_way.append(lambda: self.metrics.append(outcomes.rollout_metrics(as_sampled)))
 
     def answers(
         self, prompts: DataProto, generation: GenerationConfig, seed: int
     ) -> tuple[DataProto, dict[str, Metric]]:
         """Answers to prompts that have a group_id, with scores float32 (B · n); and what the
         rewards tell of them."""
+        prompts.update({"sample_id": prompts["group_id"]})
         with self.on_device(self.actor_infer):
-            return answers(self.actor_infer, self.reward, prompts, generation, seed)
+            asked = self.actor_infer.generate(prompts, generation, seed, blocking=False)
+        self.settle()
+        batch: DataProto = asked.get()
+        with self.on_device(*self.scorer.judges):
+            return batch, self.scorer(batch)
 
     def ask(self, batch: DataProto) -> None:
         """Add what roles say of the answers, each at the same time if it has ranks of its own:
         old_log_probs where the update can't tell them itself, ref_log_probs, values."""
-        # response_mask says where prompts end: rows of one prompt compute it once
-        tokens, asked = batch.select(["input_ids", "lengths", "response_mask"]), []
+        tokens, asked = batch.select(["input_ids", "lengths"]), []
         with self.timing("log_probs"):
             if self.pipeline_config.compares_old:
                 asked.append(self.log_probs(self.actor_train, tokens, "old_log_probs"))
@@ -176,23 +191,46 @@ class RLVRPipeline(BasePipeline):
 
     def learn(self, batch: DataProto) -> None:
         """Have actor and critic learn from the batch ppo_epochs times, each time in mini_batches
-        optimiser steps; with ranks of their own at the same time."""
-        config = self.pipeline_config
+        optimiser steps; with ranks of their own at the same time. `settle` waits for it."""
+        config, began_s = self.pipeline_config, time.monotonic()
         parts = [part for _ in range(config.ppo_epochs) for part in self.mini_batches(batch)]
         learning = {}
-        with self.timing("train"):
-            if self.critic is not None:
-                learning["critic"] = self.train(self.critic, map(self.for_critic, parts))
-            if self.global_step >= config.critic_warmup_steps:
-                learning["actor"] = self.train(self.actor_train, map(self.for_actor, parts))
-            learnt = {name: get(steps) for name, steps in learning.items()}
+        if self.critic is not None:
+            learning["critic"] = self.train(self.critic, map(self.for_critic, parts))
+        if self.global_step >= config.critic_warmup_steps:
+            learning["actor"] = self.train(self.actor_train, map(self.for_actor, parts))
+        self.under_way.append(
+            partial(self.learnt_from, self.global_step, began_s, batch, parts, learning)
+        )
+
+    def learnt_from(
+        self,
+        step: int,
+        began_s: float,
+        batch: DataProto,
+        parts: list[DataProto],
+        learning: Mapping[str, list[Refs]],
+    ) -> None:
+        """Wait until roles have learnt from parts of a step's batch, and log the step."""
+        learnt = {name: get(steps) for name, steps in learning.items()}
+        self.metrics.append({"time/train_s": Sum(time.monotonic() - began_s)})
         actor, kl_coefficient = learnt.get("actor", []), self.estimator.kl_coefficient
-        self.recorder.end(self.global_step, batch, parts, actor, kl_coefficient)
+        self.recorder.end(step, batch, parts, actor, kl_coefficient)
         for name, steps in learnt.items():
             merged = merge_metrics([done.meta_info["metrics"] for done in steps])
             self.metrics.append(under(name, merged))
             if "kl" in merged:
                 self.estimator.adapt(merged["kl"])
+        self.log(self.metrics, step)
+        self.metrics = []
+
+    def settle(self) -> None:
+        """Wait for what `learn` and `update_weights` have left under way: ranks go from one to the
+        other, and on to the answers of the next step, without waiting for the driver."""
+        began_s = time.monotonic()
+        while self.under_way:
+            self.under_way.popleft()()
+        self.settling_s += time.monotonic() - began_s
 
     def train(self, cluster: Cluster, parts: Iterable[DataProto]) -> list[Refs]:
         """Calls under way: an optimiser step on each part."""
@@ -220,16 +258,17 @@ class RLVRPipeline(BasePipeline):
         """Columns of the rows that matter, bool (B), planned for the cluster with denominators of
         all rows. Where none matters one is left: it is an optimiser step all the same."""
         counts = denominators(part["response_mask"], divisor=self.pipeline_config.algorithm.divisor)
-        rows = part[matters] if matters.any() else part[:1]
-        learnt = rows.select(names & set(part.keys()))
+        known = part.select(names & set(part.keys()))
+        learnt = known[matters] if matters.any() else known[:1]
         learnt.plan = cluster.plan_for(learnt, counts)
         return learnt
 
     def mini_batches(self, batch: DataProto) -> Iterator[DataProto]:
         """The batch in mini_batches parts, in an order of the moment if there are several."""
         count = self.pipeline_config.mini_batches
-        if count > 1:
-            batch = batch.reorder(torch.randperm(len(batch)))
+        if count == 1:
+            return iter([batch])
+        batch = batch.reorder(torch.randperm(len(batch)))
         return (part for part in batch.chunk(count) if len(part))
 
     def validate(self) -> dict[str, Metric]:
@@ -242,18 +281,28 @@ class RLVRPipeline(BasePipeline):
         """Answers to all of the validation data."""
         assert self.validation_data is not None, "is_validation_due says no"
         config = self.pipeline_config
-        prompts = self.validation_data.batch(np.arange(len(self.validation_data)))
-        prompts.update({"group_id": torch.arange(len(prompts))})
+        prompts = numbered(self.validation_data, 0, len(self.validation_data))
         # other random numbers than the rollout's, the same each time
         batch, _ = self.answers(prompts, config.validation.generation, config.seed + 1)
         return batch
 
     def update_weights(self, step: int) -> None:
-        """Weights of actor_train to actor_infer, if those of `step` are not there yet."""
-        version = step + 1
-        rest = self.scheduler.updating(version) if self.scheduler is not None else nullcontext()
-        with self.timing("model_update"), self.on_device(self.actor_train, self.actor_infer), rest:
-            self.metrics.append(self.model_update(step))
+        """Weights of actor_train to actor_infer, if those of `step` are not there yet; `settle`
+        waits for it. Engines rest meanwhile, and until then go on."""
+        if self.scheduler is not None:
+            self.settle()
+        rest = self.scheduler.updating(step + 1) if self.scheduler is not None else nullcontext()
+        with rest:
+            with self.on_device(self.actor_train, self.actor_infer):
+                self.under_way.append(partial(self.updated, self.begin_model_update(step)))
+            if self.scheduler is not None:
+                self.settle()
+
+    def updated(self, end: Callable[[], dict[str, Metric]]) -> None:
+        """Wait until an update has come to its end."""
+        began_s = time.monotonic()
+        self.metrics.append(end())
+        self.metrics.append({"time/model_update_s": Sum(time.monotonic() - began_s)})
 
     @contextmanager
     def on_device(self, *clusters: Cluster) -> Iterator[None]:
@@ -269,10 +318,11 @@ class RLVRPipeline(BasePipeline):
 
     @contextmanager
     def timing(self, stage: str) -> Iterator[None]:
-        """Log the seconds inside as time/<stage>_s of the step."""
-        began = time.monotonic()
+        """Log the seconds inside, but for those of `settle`, as time/<stage>_s of the step."""
+        began_s = time.monotonic() - self.settling_s
         yield
-        self.metrics.append({f"time/{stage}_s": Sum(time.monotonic() - began)})
+        seconds = time.monotonic() - self.settling_s - began_s
+        self.metrics.append({f"time/{stage}_s": Sum(seconds)})
 
     def close(self) -> None:
         """Also end the engines."""

@@ -6,10 +6,9 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from roll_td.config.rewards import check_domains
@@ -18,9 +17,11 @@ from roll_td.data.loader import load_data
 from roll_td.metrics import Metric
 from roll_td.models import load_tokenizer
 from roll_td.pipelines import outcomes
-from roll_td.pipelines.answering import answers, start_roles
+from roll_td.pipelines.answering import answers, numbered, start_roles
 from roll_td.pipelines.base import BasePipeline
+from roll_td.pipelines.scoring import Scorer
 from roll_td.protocol import DataProto
+from roll_td.rollout.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 FILE = "answers.jsonl"
@@ -46,29 +47,50 @@ class RolloutPipeline(BasePipeline):
         self.rows = data.train.rows
         if "domain" in data.train.kept:
             check_domains(config.rewards, data.train.kept["domain"])
-        self.actor_infer, self.reward = start_roles(self, config.actor_infer, config.reward)
-        self.reward.check_golds(data.train.kept, blocking=False)  # it logs what it finds
+        roles = [config.actor_infer, config.reward, *config.judges.values()]
+        self.actor_infer, reward, *judges = start_roles(self, *roles)
+        reward.check_golds(data.train.kept, blocking=False)  # it logs what it finds
+        self.scorer = Scorer(config, reward, dict(zip(config.judges, judges, strict=True)))
+        self.scheduler: Scheduler | None = None
+        if config.scheduling.by_requests:
+            generation, size = config.actor_infer.generation, config.batch_size
+            self.scheduler = Scheduler(
+                self.actor_infer, self, self.scorer, lambda rows: True, config.scheduling,
+                generation, size, 0, config.seed, end=len(self.rows),
+            )  # fmt: skip
         self.path = self.run_dir / FILE
         self.written_bytes = 0
 
     def run(self) -> None:
         """Answer, score and write, then tell what all of it says."""
-        config, size = self.pipeline_config, self.pipeline_config.batch_size
-        for step in self.steps(math.ceil(len(self.rows) / size)):
-            numbers = np.arange(step * size, min(len(self.rows), (step + 1) * size))
-            prompts = self.rows.batch(numbers)
-            prompts.update({"group_id": torch.from_numpy(numbers)})
-            generation = config.actor_infer.generation
-            batch, metrics = answers(
-                self.actor_infer, self.reward, prompts, generation, config.seed
-            )
+        config = self.pipeline_config
+        steps = math.ceil(len(self.rows) / config.batch_size)
+        for step in self.steps(steps):
+            batch, metrics = self.answered(step * config.batch_size, steps - step)
             self.write(batch)
-            self.log({**metrics, **outcomes.rollout_metrics(batch)})
+            self.log([*metrics, outcomes.rollout_metrics(batch)])
             self.do_checkpoint(step)
         with self.path.open(encoding="utf-8") as file:
             found = outcomes.validation_metrics(summary(map(json.loads, file)), config.passes)
         self.log(found)
         print(table(found), flush=True)
+
+    def answered(
+        self, position: int, left: int
+    ) -> tuple[DataProto, Sequence[Mapping[str, Metric]]]:
+        """Scored answers to the batch of prompts that begins at this row, `left` more to come, it
+        included; and what there is to tell of them."""
+        config = self.pipeline_config
+        if self.scheduler is not None:
+            batch, _, _ = self.scheduler.batch(position, left)
+            return batch, self.scheduler.metrics(batch)
+        prompts = self.draw(position, min(config.batch_size, len(self.rows) - position))
+        batch = answers(self.actor_infer, prompts, config.actor_infer.generation, config.seed)
+        return batch, [self.scorer(batch)]
+
+    def draw(self, position: int, count: int) -> DataProto:
+        """So many prompts from this row on."""
+        return numbered(self.rows, position, count)
 
     def write(self, batch: DataProto) -> None:
         """Add the answers to the file, in the place of what a run that was stopped has left."""
@@ -109,6 +131,12 @@ class RolloutPipeline(BasePipeline):
                 "weight_version": int(batch["weight_version"][i].max()),
                 **{name: batch[name][i] for name in sorted(own)},
             }
+
+    def close(self) -> None:
+        """Also end the engines."""
+        if self.scheduler is not None:
+            self.scheduler.close()
+        super().close()
 
     def state_dict(self) -> dict[str, Any]:
         """How much of the file is written."""

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from roll_td.config.sft import SFTConfig
 from roll_td.metrics import Mean, Metric
-from roll_td.pipelines.answering import start_roles
 from roll_td.pipelines.training import TextTraining
 from roll_td.protocol import DataProto
 
 
 class SFTPipeline(TextTraining):
-    """One role, actor_train. A step is one optimiser step on batch_size rows."""
+    """Roles: actor_train, and with prompts those of EvaluatedConfig. A step is one optimiser step
+    on batch_size rows."""
 
     purpose = "answers"
 
     def __init__(self, pipeline_config: SFTConfig) -> None:
         super().__init__(pipeline_config)
-        (self.trained,) = start_roles(self, pipeline_config.actor_train)
-        self.set_checkpoint_clusters(self.trained)
+        self.start(pipeline_config.actor_train)
 
     def train_step(self, step: int, batch: DataProto) -> dict[str, Metric]:
         """One optimiser step on the rows of a step."""

@@ -6,12 +6,15 @@ import time
 from abc import abstractmethod
 from typing import Any
 
-from roll_td.config.text import TrainedTextConfig
+from roll_td.config.base import WorkerConfig
+from roll_td.config.evaluation import EvaluatedConfig
 from roll_td.data.encode import Purpose
 from roll_td.data.loader import load_data
 from roll_td.metrics import Last, Mean, Metric
 from roll_td.models import load_tokenizer
+from roll_td.pipelines.answering import start_roles
 from roll_td.pipelines.base import BasePipeline
+from roll_td.pipelines.evaluation import Evaluation
 from roll_td.protocol import DataProto
 from roll_td.runtime.cluster import Cluster
 
@@ -23,20 +26,35 @@ def is_validation_due(config: Any, step: int) -> bool:
 
 
 class TextTraining(BasePipeline):
-    """A subclass makes its roles, says what a step is and what validation tells."""
+    """A subclass starts its roles, says what a step is and what validation tells. What prompts are
+    answered is told under the number of steps that are done, as in RLVR."""
 
     purpose: Purpose
     """What the data is for."""
     trained: Cluster
     """The role that is trained, checkpointed and exported."""
 
-    def __init__(self, pipeline_config: TrainedTextConfig) -> None:
+    def __init__(self, pipeline_config: EvaluatedConfig) -> None:
         super().__init__(pipeline_config)
         config = pipeline_config
         self.tokenizer: Any = load_tokenizer(config.model)
         data = load_data(config.data, self.tokenizer, self.purpose, config.batch_size, config.seed)
         self.train_data, self.validation_data = data.train, data.validation
         config.max_steps = config.max_steps or data.train.steps(config.epochs or 1)
+        self.evaluation: Evaluation | None = None
+
+    def start(self, trained: WorkerConfig, *others: WorkerConfig) -> list[Cluster]:
+        """Start the role that is trained, others, and those that answer prompts if there are any.
+        Returns the clusters of `others`."""
+        config = self.pipeline_config
+        trying = [] if config.prompts is None else [config.actor_infer, config.reward]
+        clusters = start_roles(self, trained, *others, *trying, *config.judges.values())
+        self.trained, rest = clusters[0], clusters[1 + len(others) :]
+        self.set_checkpoint_clusters(self.trained)
+        if trying:
+            self.evaluation = Evaluation(config, self.tokenizer, *rest)
+            self.set_model_update_pair(self.trained, rest[0], config=config.model_update)
+        return clusters[1 : 1 + len(others)]
 
     @abstractmethod
     def train_step(self, step: int, batch: DataProto) -> dict[str, Metric]:
@@ -49,14 +67,25 @@ class TextTraining(BasePipeline):
     def run(self) -> None:
         """Train, validate, save; at the end export."""
         for step in self.steps(self.pipeline_config.max_steps):
+            if step == 0:
+                self.evaluate(step)
             began = time.monotonic()
             batch = self.train_data.batch(step)
             self.log({**self.train_step(step, batch), **self.progress(batch, began)})
-            if self.validation_data is not None and is_validation_due(self.pipeline_config, step):
-                self.log(self.validate())
+            if is_validation_due(self.pipeline_config, step):
+                if self.validation_data is not None:
+                    self.log(self.validate())
+                self.evaluate(step + 1)
             self.do_checkpoint(step)
         if self.pipeline_config.export_dir is not None:
             self.trained.export(self.pipeline_config.export_dir)
+
+    def evaluate(self, done: int) -> None:
+        """If there are prompts, have them answered by the weights after so many steps."""
+        if self.evaluation is not None:
+            began, metrics = time.monotonic(), self.model_update(done)
+            metrics |= self.evaluation()
+            self.log({**metrics, "time/evaluation_s": Mean(time.monotonic() - began)}, done)
 
     def progress(self, batch: DataProto, began: float) -> dict[str, Metric]:
         """Epochs done, and how fast: tokens are real ones, learnt from or not."""

@@ -1,4 +1,4 @@
-"""What a model at an endpoint as OpenAI's says a response is worth."""
+"""What a model says a response is worth: at an endpoint as OpenAI's, or in a role of this job."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import re
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from typing import Any
 
 from roll_td.config.reward_settings import fields_of
@@ -21,32 +22,37 @@ SHOWN_CHARACTERS = 300
 
 def llm_judge(
     *values: object,
-    url: str,
-    model: str,
     template: str,
+    url: str | None,
+    model: str | None,
+    role: str | None,
     pattern: str,
     lowest: float,
     highest: float,
+    attempts: int,
     temperature: float,
     max_tokens: int,
     api_key_env: str | None,
     concurrency: int,
-    attempts: int,
     backoff_s: float,
     wait_s: float,
 ) -> float:
     """The score in the model's reply, as a share of the way from lowest to highest.
 
-    values: of the columns that the template names, in the order of their first places there. The
-    score is the first group of the last match of the pattern. ValueError where the reply has none
-    or one that is out of bounds; OSError after the last attempt, or at once for a status that will
-    not pass; `concurrency` is for the caller. A response may try to tell the judge what to say:
-    the template should say what is quoted.
+    values: of the columns that the template names, in the order of their first places there; with a
+    role, which the pipeline has asked, then its reply. ValueError where the reply has no score or
+    one that is out of bounds, or where a role was not asked; OSError after the last attempt, or at
+    once for a status that will not pass; `concurrency` is for the caller. A response may try to
+    tell the judge what to say: the template should say what is quoted.
     """
-    columns = dict(zip(fields_of(template), values, strict=True))
+    if role is not None:
+        if not isinstance(values[-1], str):
+            raise ValueError(f"the role {role} could not be asked, as the log says")
+        return score_in(values[-1], pattern=pattern, lowest=lowest, highest=highest)
+    assert url is not None, "the config asks for one of the two"
     asked = {
         "model": model,
-        "messages": [{"role": "user", "content": template.format(**columns)}],
+        "messages": [{"role": "user", "content": question(template, values)}],
         "temperature": temperature,
         "max_tokens": max_tokens,
     }
@@ -55,6 +61,18 @@ def llm_judge(
         headers["Authorization"] = f"Bearer {os.environ[api_key_env]}"
     request = urllib.request.Request(url, json.dumps(asked).encode(), headers)
     reply = _ask(request, attempts, backoff_s, wait_s)
+    return score_in(reply, pattern=pattern, lowest=lowest, highest=highest)
+
+
+def question(template: str, values: Sequence[object]) -> str:
+    """What a judge is asked: the template with the values of the columns that it names, in the
+    order of their first places there."""
+    return template.format(**dict(zip(fields_of(template), values, strict=True)))
+
+
+def score_in(reply: str, *, pattern: str, lowest: float, highest: float) -> float:
+    """The first group of the last match of the pattern, as a share of the way from lowest to
+    highest. ValueError where there is none, or one that is out of bounds."""
     found = [match[1] for match in re.finditer(pattern, reply)]
     if not found:
         raise ValueError(f"no score in the reply {reply[-SHOWN_CHARACTERS:]!r}; want {pattern}")

@@ -85,17 +85,25 @@ def test_killed_it_learns_from_each_prompt_once(tmp_path: Path) -> None:
 def test_one_by_one_without_running_ahead_it_learns_what_the_call_for_all_does(
     tmp_path: Path,
 ) -> None:
-    runs = {}
+    """Scores of a role that judges too."""
+    runs, asks = {}, {"role": "any", "pattern": r"(\d)", "highest": 9, "template": "{response}"}
+    judge = {"name": "llm_judge", "weight": 0.5, "on_error": "zero", "settings": asks}
+    given = {
+        "rewards": {"default": [{"name": "rlvr_scenarios.digits"}, judge]},
+        "judges": {"any": {"generation": {"max_new_tokens": 8}}},
+    }
     for name, scheduling in {"call": {}, "requests": {"deterministic": False}}.items():
         folder = tmp_path / name
         folder.mkdir()
-        finish(write_async(folder, scheduling, max_steps=4), name)
+        finish(write_async(folder, scheduling, max_steps=4, **given), name)
         assert [n for line in lines(folder / name / "groups.jsonl") for n in line["groups"]] == [
             *range(16)
         ]
         runs[name] = [
             line for line in lines(folder / name / "metrics.jsonl") if "val/score" not in line
         ]
+        assert all(0 < line["reward/default/llm_judge"] < 1 for line in runs[name])
+        assert sum(line["judge/any/asked_again"] for line in runs[name]) > 4
     for line, wanted in zip(runs["requests"], runs["call"], strict=True):
         shared = {k: v for k, v in wanted.items() if not k.startswith("time")}
         assert {k: line[k] for k in shared} == pytest.approx(shared, rel=1e-3, abs=1e-5)

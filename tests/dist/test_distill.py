@@ -12,7 +12,16 @@ import yaml
 
 from roll_td.trackers import read_metrics
 from tests.dist.harness import roll_td_run
-from tests.dist.test_sft import START_S, TINY, finish, finish_killed, kill_somewhere, result, write_sft
+from tests.dist.test_sft import (
+    START_S,
+    TINY,
+    finish,
+    finish_killed,
+    kill_somewhere,
+    result,
+    sampled,
+    write_sft,
+)
 
 STEPS = 20
 
@@ -34,7 +43,7 @@ def write_distill(folder: Path, **given: Any) -> Path:
 @pytest.mark.timeout(600)
 def test_killed_at_any_moment_it_ends_as_if_it_had_never_been(tmp_path: Path) -> None:
     draws = random.Random(1)
-    config = write_distill(tmp_path, top_k=5, cross_entropy_share=0.3)
+    config = write_distill(tmp_path, top_k=5, cross_entropy_share=0.3, **sampled())
     given = yaml.safe_load(config.read_text())
     given["teacher"]["device_mapping"] = [1, 2]  # one rank with both, one with each alone
     config.write_text(yaml.safe_dump(given))
@@ -42,6 +51,8 @@ def test_killed_at_any_moment_it_ends_as_if_it_had_never_been(tmp_path: Path) ->
     whole = result(tmp_path / "whole")
     assert [line["step"] for line in whole[1] if "loss" in line] == list(range(STEPS))
     assert all(line["teacher_mb"] > 0 for line in whole[1] if "loss" in line)
+    scores = {line["step"]: line["val/score"] for line in whole[1] if "val/score" in line}
+    assert sorted(scores) == [0, 6, 12, 18, 20] and len(set(scores.values())) > 1
     kinds = {"worker": range(5, 10), "checkpoint": range(0)}
     for kind, steps in kinds.items():
         kill_somewhere(config, "killed", kind, draws, steps)

@@ -11,7 +11,15 @@ import yaml
 
 from roll_td.trackers import read_metrics
 from tests.dist.harness import roll_td_run
-from tests.dist.test_sft import START_S, TINY, finish, finish_killed, kill_somewhere, result
+from tests.dist.test_sft import (
+    START_S,
+    TINY,
+    finish,
+    finish_killed,
+    kill_somewhere,
+    result,
+    sampled,
+)
 
 PAIRS = Path(__file__).parents[2] / "configs" / "dpo" / "tiny"
 STEPS = 24
@@ -52,12 +60,16 @@ def test_killed_at_any_moment_it_ends_as_if_it_had_never_been(tmp_path: Path) ->
 
 @pytest.mark.timeout(300)
 def test_the_shipped_config_learns_to_prefer(tmp_path: Path) -> None:
-    config = write_dpo(tmp_path, max_steps=60, save_steps=None, batch_size=32, eval_steps=30)
+    given = {"max_steps": 60, "save_steps": None, "batch_size": 32, "eval_steps": 30}
+    config = write_dpo(tmp_path, **given, **sampled())
     finish(config, "learns")
     metrics = read_metrics(tmp_path / "learns" / "metrics.jsonl")
     # measured: .95 and 1.21; by chance .5 and 0
     assert metrics["val/accuracy", 59] > 0.85 and metrics["val/reward_margin", 59] > 0.7
     assert metrics["loss", 0] == pytest.approx(0.693147, abs=1e-5), "policy is reference: ln 2"
+    # what it answers itself is by weights that have moved
+    assert metrics["weights/actor_infer/version", 60] == 61
+    assert metrics["val/score", 0] != metrics["val/score", 60]
     assert metrics["val/chosen_reward", 59] > metrics["val/rejected_reward", 59]
 
 

@@ -12,6 +12,8 @@ import yaml
 
 from tests.dist.harness import roll_td_run
 from tests.dist.test_ppo import overlap
+from tests.dist.test_replay import replayed
+from tests.dist.test_replay import rows as replayed_rows
 from tests.dist.test_rlvr import CONFIGS, STEPS, write_rlvr
 from tests.dist.test_sft import START_S, finish, finish_killed, kill_somewhere, result
 
@@ -58,7 +60,7 @@ def write_taught(folder: Path, **given: Any) -> Path:
 @pytest.mark.timeout(600)
 def test_killed_at_any_moment_it_ends_as_if_it_had_never_been(tmp_path: Path) -> None:
     draws = random.Random(0)
-    config = write_taught(tmp_path)
+    config = write_taught(tmp_path, record_steps=9)
     finish(config, "whole")
     weights, metrics = result(tmp_path / "whole")
     taught = [line for line in metrics if "teacher/reverse_kl" in line]
@@ -70,6 +72,9 @@ def test_killed_at_any_moment_it_ends_as_if_it_had_never_been(tmp_path: Path) ->
     assert sum(len(own) == 3 for own in tags) > STEPS / 2, "all, odd, default"
     names = ("teacher_odd", "teacher_default")
     assert overlap(tmp_path / "whole", *(f"{name}.compute_log_probs" for name in names))
+    out = replayed(tmp_path / "whole", 9)
+    assert "no difference" in out, out
+    assert {("log-probs", "teacher_log_probs"), ("losses", "loss")} < replayed_rows(out).keys()
     for kind, steps in {"worker": range(4, 8), "checkpoint": range(0)}.items():
         kill_somewhere(config, "killed", kind, draws, steps)
     finish_killed(config)

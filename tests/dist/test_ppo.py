@@ -11,6 +11,7 @@ import pytest
 
 from roll_td.report.spans import read_starts
 from tests.dist.harness import roll_td_run
+from tests.dist.test_replay import replayed, rows
 from tests.dist.test_rlvr import STEPS, write_rlvr
 from tests.dist.test_sft import START_S, finish, kill_three_times, result
 
@@ -54,7 +55,7 @@ def overlap(folder: Path, one: str, other: str) -> bool:
 @pytest.mark.parametrize("seed", range(ROUNDS))
 def test_killed_at_any_moment_it_ends_as_if_it_had_never_been(seed: int, tmp_path: Path) -> None:
     draws = random.Random(seed)
-    config = write_ppo(tmp_path)
+    config = write_ppo(tmp_path, record_steps=9)
     finish(config, "whole")
     weights, metrics = result(tmp_path / "whole")
     valued = [line for line in metrics if "critic/loss" in line]
@@ -63,6 +64,10 @@ def test_killed_at_any_moment_it_ends_as_if_it_had_never_been(seed: int, tmp_pat
     assert len({line["critic/explained_variance"] for line in valued}) == STEPS
     for pair in ("train_step", "train_step"), ("compute_values", "compute_log_probs"):
         assert overlap(tmp_path / "whole", f"critic.{pair[0]}", f"actor_train.{pair[1]}")
+    out = replayed(tmp_path / "whole", 9)
+    assert "no difference" in out, out
+    again = {("log-probs", "values"), ("advantages", "returns"), ("losses", "loss")}
+    assert again < rows(out).keys()
     kill_three_times(config, draws)
     assert result(tmp_path / "killed") == (weights, metrics)
 

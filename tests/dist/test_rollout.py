@@ -15,6 +15,19 @@ from tests.dist.harness import roll_td_run
 from tests.dist.test_sft import DRIVER, START_S, TINY, WORKER, kill_rank
 
 SUMS = 150
+JUDGE = {
+    "role": "any",
+    "template": "{ground_truth}?{response}",
+    "pattern": r"(\d)",
+    "highest": 9,
+    "attempts": 2,
+}
+"""A model of random weights as judge: the last digit of its reply, if there is one."""
+
+
+def judgement(reply: str) -> float:
+    """What it says an answer is worth; 0 where it has not said."""
+    return ([int(letter) for letter in reply if letter.isdigit()] or [0])[-1] / 9
 
 
 def write_rollout(folder: Path, **given: Any) -> Path:
@@ -55,15 +68,24 @@ def answered(config: Path, name: str, *overrides: str) -> tuple[bytes, str]:
 
 @pytest.mark.timeout(400)
 def test_killed_at_any_moment_it_ends_as_if_it_had_never_been(tmp_path: Path) -> None:
-    config, draws = write_rollout(tmp_path), random.Random(3)
+    judge = {"weight": 0.5, "on_error": "zero", "settings": JUDGE}
+    rewards = [{"name": "rlvr_scenarios.digits"}, {"name": "llm_judge", **judge}]
+    roles = {"any": {"generation": {"max_new_tokens": 12}}}
+    config = write_rollout(tmp_path, rewards={"default": rewards}, judges=roles)
+    draws = random.Random(3)
     whole, out = answered(config, "whole")
     lines = [json.loads(line) for line in whole.splitlines()]
     assert [line["row"] for line in lines] == [n // 2 for n in range(2 * SUMS)]
     assert len({tuple(line["tokens"]) for line in lines}) > SUMS, "they are sampled"
     digits = [sum(map(str.isdigit, a["response"])) / max(len(a["response"]), 1) for a in lines]
-    assert [line["score"] for line in lines] == pytest.approx(digits)
+    judged = [judgement(line["judge_reply"]) for line in lines]
+    assert [line["score_digits"] for line in lines] == pytest.approx(digits)
+    assert [line["score_llm_judge"] for line in lines] == pytest.approx(judged)
+    assert 0.3 * SUMS < sum(map(bool, judged)) < 2 * SUMS, "some have no score"
     table = [line.split() for line in out.splitlines() if line.startswith("all ")]
-    share = sum(value >= 0.1 for value in digits) / len(digits)
+    scores = [a + 0.5 * b for a, b in zip(digits, judged, strict=True)]
+    assert [line["score"] for line in lines] == pytest.approx(scores)
+    share = sum(value >= 0.1 for value in scores) / len(scores)
     assert 0 < share < 1 and table[0][2] == f"{share:.4f}"
     for rank, step in ((DRIVER, 4), (WORKER, 8)):
         job = roll_td_run(config, "exp_name=killed")
@@ -77,9 +99,11 @@ def test_killed_at_any_moment_it_ends_as_if_it_had_never_been(tmp_path: Path) ->
 
 @pytest.mark.timeout(300)
 def test_one_rank_or_two_answer_the_same(tmp_path: Path) -> None:
+    """Two in one call for each batch, one by requests, ahead."""
     config = write_rollout(tmp_path)
     two, _ = answered(config, "two")
-    one, _ = answered(config, "one", "actor_infer.device_mapping=[0]", "batch_size=7")
+    ahead = "scheduling.async_generation_ratio=1"
+    one, _ = answered(config, "one", "actor_infer.device_mapping=[0]", "batch_size=7", ahead)
     assert len(two) > 0
 
     def tokens(lines: bytes) -> list[list[int]]:

@@ -36,6 +36,30 @@ def write_sft(folder: Path, **given: Any) -> Path:
     return path
 
 
+def answering() -> dict[str, Any]:
+    """A config whose model learns to answer a word with its first letter, and is tried on words
+    that it has not seen by four answers each, drawn by chance."""
+    words = {"prompt_key": "prompt", "max_length": 16}
+    folder = TINY.parents[1] / "rlvr" / "ppo"
+    return {
+        "data": {"train": f"{folder}/train.jsonl", "response_key": "ground_truth"} | words,
+        "prompts": {"train": f"{folder}/held_out.jsonl", "keep": {"ground_truth": "ground_truth"}}
+        | words,
+        "rewards": {"default": {"name": "exact_match"}},
+        "validation": {"generation": {"num_return_sequences": 4, "max_new_tokens": 3}},
+        "batch_size": 64,
+        "actor_train": {"device_mapping": [0, 1], "training": {"learning_rate": 6.0e-3}},
+    }
+
+
+def sampled() -> dict[str, Any]:
+    """A config whose model is tried on words, by what share of its answers is digits."""
+    given = answering()
+    asked = {"generation": {"temperature": 1.0, "max_new_tokens": 6}}
+    rewards = {"default": {"name": "rlvr_scenarios.digits"}}
+    return {"prompts": given["prompts"], "rewards": rewards, "validation": asked}
+
+
 def start(config: Path, name: str, *overrides: str) -> Job:
     return roll_td_run(
         config, f"exp_name={name}", f"export_dir={config.parent / name / 'model'}", *overrides
@@ -129,10 +153,13 @@ def test_killed_at_any_moment_and_out_of_disk_it_ends_as_if_it_had_never_been(
     seed: int, tmp_path: Path
 ) -> None:
     draws = random.Random(seed)
-    config = write_sft(tmp_path)
+    config = write_sft(tmp_path, **answering())
     finish(config, "whole")
     weights, metrics = result(tmp_path / "whole")
     assert [line["step"] for line in metrics if "loss" in line] == list(range(STEPS))
+    right = {line["step"]: line["val/pass@1"] for line in metrics if "val/pass@1" in line}
+    assert sorted(right) == [0, 6, 12, 18, 24]
+    assert right[0] < 0.05 and right[12] < right[24] and right[24] > 0.7
     kinds = {"driver": range(4, 9), "worker": range(9, 15), "checkpoint": range(0)}
     for kind, steps in kinds.items():
         kill_somewhere(config, "killed", kind, draws, steps)

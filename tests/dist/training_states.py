@@ -64,7 +64,8 @@ class States(Base):
             self.same(after[name], after["hybrid"], f"checkpoint in {name}:")
 
     def check_offload(self):
-        """All shards of 31 rows on 4 ranks away and back, the same bits; saving leaves them so."""
+        """D15: all shards of 31 rows on 4 ranks away and back, the same bits; saving leaves them
+        so."""
         cluster = self.roles["four"]
         cluster.make(UNTIED, self.training)
         self.steps(cluster, 0, 1)
@@ -95,7 +96,8 @@ class States(Base):
         assert same_bits({n: w.detach() for n, w in weights.items()}, cluster.weights())
 
     def check_clip(self):
-        """N27: parts of norm 3 and 4 are a gradient of norm 5, however many copies there are."""
+        """N27, F27: parts of norm 3 and 4 are a gradient of norm 5, however many copies there
+        are."""
         for name in ("two", "hybrid"):
             for norm, gradient in self.roles[name].clip([[3.0, 0.0], [0.0, -4.0]], 1.0):
                 assert norm == 5.0

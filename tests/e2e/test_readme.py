@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
 ROOT = Path(__file__).parents[2]
@@ -128,17 +129,34 @@ def test_your_own_model_data_and_functions(my_model: Path, which: str) -> None:
     assert [reward in json.loads(line) for line in lines] == [True, True]
 
 
-@pytest.mark.parametrize("pipeline", ["dpo", "distill", "rollout"])
+@pytest.mark.parametrize("pipeline", ["dpo", "distill", "rollout", "sft"])
 def test_the_other_pipelines(my_model: Path, pipeline: str) -> None:
-    (command,) = re.findall(rf"^roll-td run configs/{pipeline}/.*$", README, re.MULTILINE)
+    readme = README.replace("\\\n", "")
+    (command,) = re.findall(rf"^roll-td run configs/{pipeline}/.*$", readme, re.MULTILINE)
+    (my_model / "prompts.jsonl").write_bytes((my_model / "my.jsonl").read_bytes())
     _, verb, config, *overrides = command.split()
     overrides = [item.replace("=small", "=my-model").replace("=large", "=my-model")
                  for item in overrides]  # fmt: skip
-    short = {"rollout": ["actor_infer.generation.max_new_tokens=4"]}
+    short = {
+        "rollout": ["actor_infer.generation.max_new_tokens=4"],
+        "sft": ["max_steps=2", "batch_size=1", "validation.generation.max_new_tokens=4"],
+    }
     overrides += short.get(pipeline, ["max_steps=2", "batch_size=1"])
     ended = run(my_model, "-m", "roll_td.cli", verb, str(ROOT / config), *overrides)
     assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert pipeline != "sft" or "val/score" in ended.stderr
     assert (my_model / "runs" / pipeline / "metrics.jsonl").read_text().count("\n") >= 1
+
+
+def test_a_judge_of_the_job_itself(my_model: Path) -> None:
+    (judge,) = re.findall(r"^```yaml\n(rewards:.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    config = yaml.safe_load((ROOT / "configs/rlvr/rlvr.yaml").read_text()) | yaml.safe_load(judge)
+    (my_model / "judged.yaml").write_text(yaml.safe_dump(config))
+    (my_model / "my-model").rename(my_model / "my-judge")
+    own = ("model.path=my-judge", "data.train=my.jsonl")
+    ended = run(my_model, "-m", "roll_td.cli", "check", "judged.yaml", *own)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "judge_strict  0       0     node0:0    0 " in ended.stdout
 
 
 SUBMITS = re.findall(r"^(roll-td submit .*?) *(?:#.*)?$", README, re.MULTILINE)

@@ -19,9 +19,11 @@ def close(ours, right):
 
 
 def test_right_answers_score_by_their_length():
-    # lengths 10 and 30 of the right ones: -1 and 1 deviations; neither the wrong nor the invalid
+    # of lengths 10 and 30 of the right ones the sample's deviation is 20 / √2; neither the wrong
+    # nor the invalid one counts
     ours = by_length(SCORES, LENGTHS, VALID, GROUP, alpha=0.1, right_from=1.0)
-    close(ours, [math.exp(0.1), 1.0, math.exp(-0.1), 0.0, math.nan, 2.0])
+    longer = 0.1 / math.sqrt(2)
+    close(ours, [math.exp(longer), 1.0, math.exp(-longer), 0.0, math.nan, 2.0])
     close(by_length(SCORES, LENGTHS, VALID, GROUP, alpha=0.0, right_from=1.0), SCORES.tolist())
 
 

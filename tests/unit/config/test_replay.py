@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from roll_td.config.load import load, resolved_yaml
-from roll_td.config.replay import record_path, write_replay_config
+from roll_td.config.replay import OnPolicyReplayConfig, record_path, write_replay_config
 from roll_td.config.rlvr import RLVRConfig
 
 ROOT = Path(__file__).parents[3]
@@ -51,6 +51,28 @@ def test_any_run_fits_on_one_rank(
     assert [role.device_mapping for role in roles if role is not None] == [[0]] * 3
     assert (made.num_nodes, made.num_gpus_per_node) == (1, 1)
     assert made.scheduling.async_generation_ratio == 0
+
+
+def test_teachers_and_judges_stand_there_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    config = load(
+        ROOT / "configs" / "onpolicy_distill" / "tiny.yaml",
+        [
+            "teachers.default.device_mapping=0-3",
+            "data.keep={a: a}",
+            "rewards.default={name: llm_judge, settings: {role: j, template: '{response}'}}",
+            "judges.j.device_mapping=4-5",
+        ],
+    )
+    (tmp_path / "config.yaml").write_text(resolved_yaml(config), encoding="utf-8")
+    record_path(tmp_path, 3).parent.mkdir()
+    record_path(tmp_path, 3).touch()
+    made = load(write_replay_config(str(tmp_path), 3, None))
+    assert isinstance(made, OnPolicyReplayConfig) and made.replay.step == 3
+    roles = [made.teachers["default"], made.judges["j"]]
+    assert [role.device_mapping for role in roles] == [[0]] * 2 and made.num_gpus_per_node == 1
 
 
 def test_what_is_not_there_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

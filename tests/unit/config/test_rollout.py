@@ -14,6 +14,9 @@ from roll_td.config.schema import ConfigError, read
 ROOT = Path(__file__).parents[3]
 
 
+VLLM = {"strategy_name": "vllm", "strategy_config": {"max_model_len": 2048}}
+
+
 def config(**given: Any) -> RolloutConfig:
     data = {
         "model": {"path": "my-model"},
@@ -39,6 +42,11 @@ def test_a_model_prompts_and_a_reward_are_enough() -> None:
     [
         ({"rewards": {}}, "rewards: is empty: nothing says what a response is worth"),
         ({"pass_at": [2]}, "pass_at=[2]: must lie in 1 to generation.num_return_sequences=1"),
+        (
+            {"actor_infer": {"strategy_args": VLLM}, "scheduling": {"deterministic": False}},
+            "actor_infer.strategy_args.strategy_config.max_model_len=2048: leaves a prompt of "
+            "data.max_length=2048 tokens none for an answer; raise it, or lower data.max_length",
+        ),
         ({"batch_size": 0}, "batch_size=0: must be a whole number of at least 1"),
         ({"model": {}}, "model: is missing; set model.path"),
         (

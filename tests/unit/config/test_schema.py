@@ -112,7 +112,9 @@ def test_c06_misspelt_key() -> None:
     [
         ({"actor": {"seed": 3}}, "the right key is seed"),
         ({"seed": 3, "betas": 1}, "actor.optim.betas or critic.optim.betas"),
-        ({"actor": {"optim": {"devices": 1}}}, "actor.devices or critic.devices or others.NAME"),
+        ({"devices": 1}, "actor.devices or critic.devices or others.NAME"),
+        ({"actor": {"optim": {"devices": 1}}}, "the right key is actor.devices"),
+        ({"actor": {}, "critic": {}, "betas": 1}, "key is actor.optim.betas or critic.optim.betas"),
     ],
 )
 def test_c06_right_key_at_the_wrong_level(data: dict[str, Any], home: str) -> None:

@@ -57,7 +57,7 @@ def test_a_role_on_cpu_ranks_and_one_of_the_users_own() -> None:
             {"actor_train": {"strategy_args": {"strategy_name": "hf_infer"}}},
             "actor_train.strategy_args.strategy_name='hf_infer': is a strategy that can't train",
         ),
-        ({"learning_rate": 1}, "the right key is actor_train.training.learning_rate"),
+        ({"learning_rate": 1}, "or actor_train.training.learning_rate"),
         ({"trackers": {"wandb": {"mode": "offline"}}}, "trackers.wandb.project: is missing"),
     ],
 )

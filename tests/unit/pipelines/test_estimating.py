@@ -154,7 +154,7 @@ def test_right_answers_are_weighed_by_length_before_anything_else():
     settings = {"scores": {"length_weight": {"alpha": 0.1}, "clip_high": 1.0}}
     rows = batch([1.0, 1.0, 0.0, 1.0], [1, 3, 2, 2], [0, 0, 0, 1])
     estimator(**settings).shape(rows)
-    long = math.exp(-0.1)
+    long = math.exp(-0.1 / math.sqrt(2))
     assert rows["shaped_scores"].tolist() == pytest.approx([1, long, 0, 1]), "cut at 1"
 
 

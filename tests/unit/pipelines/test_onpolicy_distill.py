@@ -54,7 +54,7 @@ def pipeline(says: dict[str, float], **config: Any) -> Any:
     )
     made.estimator = Estimator(algorithm, 4)
     made.temperature, made.metrics, made.reference, made.critic = 0.5, [], None, None
-    made.recorder = Recorder(Path(), None)
+    made.recorder, made.settling_s = Recorder(Path(), None), 0.0
     made.actor_train = Role("student", -1.0)
     made.teachers = {tag: Role(tag, value) for tag, value in says.items()}
     return made

@@ -11,7 +11,7 @@ import yaml
 
 from roll_td.cli import main
 from roll_td.config.algorithm import AlgorithmConfig
-from roll_td.config.replay import REPLAYED, record_path, write_replay_config
+from roll_td.config.replay import record_path, write_replay_config
 from roll_td.metrics import Mean
 from roll_td.pipelines.estimating import Estimator
 from roll_td.pipelines.recording import Record, Recorder
@@ -48,11 +48,29 @@ def test_what_is_recorded_is_read_again(tmp_path: Path) -> None:
     assert again["tests"].tolist() == [["x"], None] and again["response"].tolist() == ["a", "b"]
 
 
+def test_an_answer_that_is_not_in_a_step_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ids = torch.tensor([40, 12, 13, 14, 15, 41])
+    record = Record(9, {"sample_id": ids}, torch.zeros(6, 1), {}, 0.0, [], [])
+    record.check_sample(40)
+    run = run_of(tmp_path)
+    record.save(record_path(run, 9))
+    assert main(["replay", str(run), "--step", "9", "--sample", "16"]) == 1
+    told = (
+        "step 9 has no answer of sample_id 16: it has 6, from 12 to 41, the nearest 12, 13, 14, 15"
+    )
+    assert told in capsys.readouterr().err
+
+
 def test_nothing_is_recorded_unless_asked_for(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path, None)
     recorder.begin(batch(), Estimator(AlgorithmConfig(), 4))
     recorder.end(0, batch(), [], [], 0.0)
     assert not list(tmp_path.iterdir())
+
+
+RLVR = "roll_td.pipelines.rlvr.RLVRPipeline"
 
 
 def run_of(folder: Path, **config: Any) -> Path:
@@ -62,7 +80,7 @@ def run_of(folder: Path, **config: Any) -> Path:
     }
     for role in roles.values():
         role["strategy_args"] = None
-    given = {"pipeline_cls": REPLAYED, "num_nodes": 2, **roles, **config}
+    given = {"pipeline_cls": RLVR, "num_nodes": 2, **roles, **config}
     (folder / "config.yaml").write_text(yaml.safe_dump(given))
     (folder / "records").mkdir(exist_ok=True)
     for step in (0, 10, 9):
@@ -91,5 +109,5 @@ def test_what_can_not_be_replayed_is_told(
     assert main(["replay", str(tmp_path), "--step", "3"]) == 1
     assert "has no record of step 3" in capsys.readouterr().err
     run_of(tmp_path, pipeline_cls="my.Own")
-    with pytest.raises(ValueError, match=r"is of my\.Own: only roll_td.*RLVRPipeline is replayed"):
+    with pytest.raises(ValueError, match=r"is of my\.Own: roll_td.*RLVRPipeline and roll"):
         write_replay_config(str(tmp_path), 0, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,9 +54,12 @@ def pipeline(algorithm: dict[str, Any], **config: Any) -> Any:
     made.estimator = Estimator(settings, 4)
     made.generation, made.temperature = GenerationConfig(), 0.5
     made.train_data, made.position, made.metrics = Stream(), 0, []
+    made.under_way, made.settling_s, made.logged = deque(), 0.0, []
+    made.log = lambda metrics, step: made.logged.append((step, metrics))
     made.recorder = Recorder(Path(), None)
     made.scheduler = None
     made.actor_train, made.critic, made.reward, made.global_step = Learner(), None, object(), 0
+    made.actor_infer = object()
     made.scheduler = None
     return made
 
@@ -100,6 +104,7 @@ def test_prompts_are_drawn_until_enough_have_a_signal(prompts, refills, kept, po
     batch = made.rollout()
     assert batch["group_id"].tolist() == [g for g in kept for _ in range(2)]
     assert made.position == position
+    made.settle()
     sampled = sum(m["reward/groups_with_signal"].count for m in made.metrics if len(m) > 3)
     assert sampled == len(prompts)
 
@@ -111,6 +116,7 @@ def test_without_any_signal_the_step_is_one_in_which_nothing_counts() -> None:
     assert len(batch) == 4 and not batch["response_mask"].any()
     made.estimator.estimate(batch)
     made.learn(batch)
+    made.settle()
     (learnt,) = made.actor_train.learnt
     assert len(learnt) == 1 and not learnt["response_mask"].any()
     assert learnt.plan.denominators == {"tokens": 0.0, "rows": 0.0}
@@ -122,11 +128,32 @@ def test_rows_without_signal_are_not_computed_but_counted() -> None:
     batch = made.rollout()
     made.estimator.estimate(batch)
     made.learn(batch)
+    made.settle()
     (learnt,) = made.actor_train.learnt
     assert len(learnt) == 2 and learnt["advantages"].abs().min() > 0
     assert learnt.plan.denominators == {"tokens": 12.0, "rows": 4.0}
     assert learnt.meta_info == {"temperature": 0.5, "kl_coefficient": 0.0}
     assert "finish_reason" not in learnt and "old_log_probs" not in learnt
+
+
+def test_the_driver_goes_on_while_roles_learn_and_get_weights() -> None:
+    made, done = pipeline({}), []
+    made.answers = answering({0: SHARP, 1: SHARP})
+    made.begin_model_update = lambda step: lambda: done.append(step) or {"weights": Sum(1)}
+    made.global_step = 4
+    batch = made.rollout()
+    made.estimator.estimate(batch)
+    made.learn(batch)
+    made.update_weights(5)
+    assert len(made.actor_train.learnt) == 1 and not made.logged and not done
+    made.global_step = 5
+    made.settle()
+    made.settle()
+    ((step, metrics),) = made.logged
+    names = {name for one in metrics for name in one}
+    assert step == 4 and {"actor/loss", "response/length", "time/train_s"} <= names
+    # the update is of the next step, and so are its metrics
+    assert done == [5] and {"weights": 1} in made.metrics
 
 
 def test_each_row_is_in_one_mini_batch_of_each_epoch() -> None:
@@ -137,12 +164,13 @@ def test_each_row_is_in_one_mini_batch_of_each_epoch() -> None:
     made.estimator.estimate(batch)
     torch.manual_seed(0)
     made.learn(batch)
+    made.settle()
     rows = [learnt["input_ids"][:, 0].tolist() for learnt in made.actor_train.learnt]
     assert [len(own) for own in rows] == [3, 3, 2] * 2
     epochs = [[row for own in half for row in own] for half in (rows[:3], rows[3:])]
     assert [sorted(epoch) for epoch in epochs] == [list(range(8))] * 2
     assert epochs[0] != epochs[1], "each in an order of its own"
-    assert made.metrics[-1] == {"actor/loss": 6}
+    assert made.logged[0][1][-1] == {"actor/loss": 6}
 
 
 def test_a_critic_learns_rows_that_teach_the_actor_nothing_and_before_it() -> None:
@@ -160,6 +188,7 @@ def test_a_critic_learns_rows_that_teach_the_actor_nothing_and_before_it() -> No
     for step in (0, 1, 2):
         made.global_step = step
         made.learn(batch)
+        made.settle()
     rows = [
         [p["input_ids"][:, 0].tolist() for p in of.learnt] for of in (made.critic, made.actor_train)
     ]
@@ -170,4 +199,4 @@ def test_a_critic_learns_rows_that_teach_the_actor_nothing_and_before_it() -> No
     assert [[row for row in part if row != 1] for part in rows[0][4:]] == rows[1]
     assert all(set(p.keys()) == VALUED_BY for p in made.critic.learnt)
     assert [p.plan.denominators["tokens"] for p in made.critic.learnt] == [6.0] * 6
-    assert made.metrics[-2:] == [{"critic/loss": 2}, {"actor/loss": 2}]
+    assert made.logged[2][1][-2:] == [{"critic/loss": 2}, {"actor/loss": 2}]

@@ -92,8 +92,14 @@ def run(folder: Path, steps: int | None = None, **given: Any) -> RolloutPipeline
     return pipeline
 
 
-def test_every_prompt_is_answered_once_in_order(tmp_path: Path, capsys) -> None:
-    run(tmp_path)
+ONE_BY_ONE = {"async_generation_ratio": 1.0, "in_flight_per_engine": 3}
+
+
+@pytest.mark.parametrize("scheduling", [{}, ONE_BY_ONE], ids=["one call", "one by one"])
+def test_every_prompt_is_answered_once_in_order(
+    scheduling: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path, scheduling=scheduling)
     lines = [
         json.loads(line) for line in (tmp_path / "exp" / "answers.jsonl").read_text().splitlines()
     ]
@@ -124,17 +130,22 @@ def test_every_prompt_is_answered_once_in_order(tmp_path: Path, capsys) -> None:
     ]
 
 
-def test_a_stopped_run_goes_on_and_ends_as_if_it_had_not(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scheduling", [{}, ONE_BY_ONE], ids=["one call", "one by one"])
+def test_a_stopped_run_goes_on_and_ends_as_if_it_had_not(
+    scheduling: dict[str, Any], tmp_path: Path
+) -> None:
+    """One by one its answers are those of one call each batch."""
     runs = {}
     for name in ("whole", "stopped"):
         folder = tmp_path / name
         folder.mkdir()
         if name == "stopped":
-            stopped = run(folder, steps=2)  # what the third step wrote is written again
+            # what the third step wrote is written again
+            stopped = run(folder, steps=2, scheduling=scheduling)
             assert stopped.global_step == 2
             with (folder / "exp" / "answers.jsonl").open("a") as file:
                 file.write("torn" * 10_000)
-        run(folder)
+        run(folder, scheduling=scheduling if name == "stopped" else {})
         runs[name] = (folder / "exp" / "answers.jsonl").read_bytes()
     assert runs["stopped"] == runs["whole"]
     assert run(folder).written_bytes == len(runs["whole"]), "it is done: nothing to do"
@@ -146,3 +157,19 @@ def test_answers_that_are_gone_are_told(tmp_path: Path) -> None:
     (tmp_path / "exp" / "answers.jsonl").write_text("")
     with pytest.raises(ValueError, match="has lost answers"):
         run(tmp_path)
+
+
+def test_a_role_judges_what_another_has_answered(tmp_path: Path) -> None:
+    asks = {"role": "j", "pattern": r"(\d)", "highest": 9, "template": "Is {response} good?"}
+    judge = {"worker_cls": f"{__name__}.Mock", "strategy_args": {"strategy_name": "mock_infer"}}
+    args = {"name": "llm_judge", "on_error": "skip", "settings": asks | {"attempts": 3}}
+    run(tmp_path, rewards={"default": args}, judges={"j": judge})
+    lines = [
+        json.loads(line) for line in (tmp_path / "exp" / "answers.jsonl").read_text().splitlines()
+    ]
+    digits = [[int(c) for c in line["judge_reply"] if c.isdigit()] for line in lines]
+    wanted = [found[-1] / 9 if found else None for found in digits]
+    assert [line["score"] for line in lines] == pytest.approx(wanted)
+    assert len(set(wanted)) > 3, "it says this and that"
+    metrics = read_metrics(tmp_path / "exp" / "metrics.jsonl")
+    assert sum(metrics["judge/j/questions", step] for step in range(4)) == 28
