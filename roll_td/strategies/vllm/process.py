@@ -1,7 +1,7 @@
 """The engine's process as its worker sees it: it is started, asked, and never left behind.
 
 Requests go in by a socket and may come from any thread; each is answered by its number, in
-whatever order. The process ends by itself when this one does (`__main__.end_with`).
+whatever order. A guard ends the process when this one ends (`__main__.guard`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 SHARED = "/dev/shm/"
+FOLDER = "roll-td-engine-"
+"""How the name of an engine's folder begins."""
 OF_THE_JOB = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_")
 """Environment variables that place a process in the job; the engine is a job of its own."""
 END_S = 10.0
@@ -42,11 +44,14 @@ class EngineProcess:
         """When it has said something last."""
         self._end: str | None = None
         self._pipe, theirs = Pipe()
-        self.folder = Path(tempfile.mkdtemp(prefix="roll-td-engine-"))
+        self.folder = Path(tempfile.mkdtemp(prefix=FOLDER))
         """For files of the engine; it goes when the engine ends."""
         own = {k: v for k, v in os.environ.items() if not k.startswith(OF_THE_JOB)}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", __package__, str(theirs.fileno()), str(os.getpid())],
+            [
+                *(sys.executable, "-m", __package__),
+                *(str(theirs.fileno()), str(os.getpid()), str(self.folder)),
+            ],
             env=own | dict(env) | {"TMPDIR": str(self.folder)},
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
@@ -115,7 +120,7 @@ class EngineProcess:
             self.process.kill()
         # nothing is left of them, unless a signal has ended it
         end_group(self.process.pid)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        remove_folder(self.folder)
         return self.process.wait()
 
     def _read(self) -> None:
@@ -139,6 +144,13 @@ class EngineProcess:
                 waiting, self._waiting = self._waiting, {}
             for future in waiting.values():
                 future.set_exception(RuntimeError(self._end))
+
+
+def remove_folder(folder: str | Path) -> None:
+    """Remove an engine's folder, by its name: once it is gone, who asks for the place of temporary
+    files is told another, and that is everybody's."""
+    assert Path(folder).name.startswith(FOLDER), folder
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def end_group(group: int) -> None:
