@@ -16,7 +16,7 @@ from launch import quickstart
 from roll_td.cli import check
 
 ROOT = Path(__file__).parents[3]
-PIP = "python -m pip install"
+PIP = [f"python -m pip install {what}" for what in ("--upgrade pip", "torch==2.13.0", "-e .")]
 
 Rows = list[dict[str, str]]
 
@@ -138,7 +138,7 @@ STEPS = [
 
 
 def test_the_quick_start_installs_once(checkout: Path) -> None:
-    install = ["python -m venv .venv", f"{PIP} torch==2.13.0", f"{PIP} -e ."]
+    install = ["python -m venv .venv", *PIP]
     assert did(checkout, "launch/quickstart") == [*install, *STEPS]
     assert did(checkout, "launch/quickstart") == STEPS
     with (checkout / "pyproject.toml").open("a") as file:
@@ -148,7 +148,7 @@ def test_the_quick_start_installs_once(checkout: Path) -> None:
 
 def test_what_the_tests_need_is_more_than_what_running_needs(checkout: Path) -> None:
     did(checkout, "launch/install")
-    assert did(checkout, "launch/install", "test") == [f"{PIP} torch==2.13.0", f"{PIP} -e .[test]"]
+    assert did(checkout, "launch/install", "test") == [*PIP[:2], PIP[2] + "[test]"]
     assert did(checkout, "launch/install", "test") == []
     assert did(checkout, "launch/install") == []
 
