@@ -134,3 +134,8 @@ def _merge_one(key: str, values: list[Metric]) -> Metric:
             "use the same type everywhere (a bare number is a Mean)"
         )
     return type(values[0]).merge(values)
+
+
+def under(role: str, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+    """Metrics by names that begin with that of what they are of."""
+    return {f"{role}/{name}": value for name, value in metrics.items()}

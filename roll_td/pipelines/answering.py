@@ -15,7 +15,7 @@ from roll_td.pipelines.scoring import Scorer
 from roll_td.protocol import DataProto
 from roll_td.rollout.scheduler import Scheduler, Source
 from roll_td.runtime.cluster import Cluster
-from roll_td.runtime.refs import get
+from roll_td.runtime.refs import Refs, get
 
 
 def start_roles(pipeline: BasePipeline, *roles: WorkerConfig) -> list[Cluster]:
@@ -60,8 +60,9 @@ def numbered(rows: Rows, first: int, count: int) -> DataProto:
 
 def answers(
     actor_infer: Cluster, prompts: DataProto, generation: GenerationConfig, seed: int
-) -> DataProto:
-    """Answers to prompts that have a group_id, as GenerationWorker.generate gives them."""
+) -> Refs:
+    """A call under way: answers to prompts that have a group_id, as GenerationWorker.generate
+    gives them."""
     prompts.update({"sample_id": prompts["group_id"]})
-    batch: DataProto = actor_infer.generate(prompts, generation, seed)
-    return batch
+    asked: Refs = actor_infer.generate(prompts, generation, seed, blocking=False)
+    return asked

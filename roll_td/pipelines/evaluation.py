@@ -7,7 +7,7 @@ from typing import Any
 from roll_td.config.evaluation import EvaluatedConfig
 from roll_td.config.rewards import check_domains
 from roll_td.data.loader import load_data
-from roll_td.metrics import Metric
+from roll_td.metrics import Metric, under
 from roll_td.pipelines import outcomes
 from roll_td.pipelines.answering import answers, numbered
 from roll_td.pipelines.scoring import Scorer
@@ -40,6 +40,6 @@ class Evaluation:
         """As outcomes.validation_metrics, and what the rewards tell; by the same random numbers
         each time."""
         prompts = numbered(self._rows, 0, len(self._rows))
-        batch = answers(self._actor_infer, prompts, self._validation.generation, self._seed)
-        told = {f"val/{name}": value for name, value in self._scorer(batch).items()}
+        batch = answers(self._actor_infer, prompts, self._validation.generation, self._seed).get()
+        told = under("val", self._scorer(batch))
         return outcomes.validation_metrics(batch, self._validation) | told

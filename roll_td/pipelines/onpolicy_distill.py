@@ -10,11 +10,11 @@ from roll_td.algorithms.advantages import distillation
 from roll_td.algorithms.masking import token_means
 from roll_td.config.onpolicy_distill import OnPolicyDistillConfig
 from roll_td.config.rewards import tag_of
-from roll_td.metrics import Metric, Sum
+from roll_td.metrics import Metric, Sum, under
 from roll_td.models import load_tokenizer
 from roll_td.pipelines import outcomes
 from roll_td.pipelines.distill import common_vocabulary
-from roll_td.pipelines.rlvr import RLVRPipeline, under
+from roll_td.pipelines.rlvr import RLVRPipeline
 from roll_td.protocol import DataProto
 
 

@@ -19,10 +19,10 @@ from roll_td.config.model import GenerationConfig
 from roll_td.config.rewards import check_domains
 from roll_td.config.rlvr import RLVRConfig
 from roll_td.data.loader import load_data
-from roll_td.metrics import Last, Metric, Sum, merge_metrics
+from roll_td.metrics import Last, Metric, Sum, merge_metrics, under
 from roll_td.models import load_tokenizer
 from roll_td.pipelines import outcomes
-from roll_td.pipelines.answering import numbered, start_roles, start_scheduler
+from roll_td.pipelines.answering import answers, numbered, start_roles, start_scheduler
 from roll_td.pipelines.base import BasePipeline
 from roll_td.pipelines.estimating import Estimator
 from roll_td.pipelines.recording import Recorder
@@ -151,9 +151,8 @@ class RLVRPipeline(BasePipeline):
     ) -> tuple[DataProto, dict[str, Metric]]:
         """Answers to prompts that have a group_id, with scores float32 (B · n); and what the
         rewards tell of them."""
-        prompts.update({"sample_id": prompts["group_id"]})
         with self.on_device(self.actor_infer):
-            asked = self.actor_infer.generate(prompts, generation, seed, blocking=False)
+            asked = answers(self.actor_infer, prompts, generation, seed)
         self.settle()
         batch: DataProto = asked.get()
         with self.on_device(*self.scorer.judges):
@@ -338,8 +337,3 @@ class RLVRPipeline(BasePipeline):
         """Take over what state_dict gave."""
         self.position = state["position"]
         self.estimator.load_state_dict(state["estimator"])
-
-
-def under(role: str, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-    """Metrics by names that begin with that of what they are of."""
-    return {f"{role}/{name}": value for name, value in metrics.items()}

@@ -85,7 +85,8 @@ class RolloutPipeline(BasePipeline):
             batch, _, _ = self.scheduler.batch(position, left)
             return batch, self.scheduler.metrics(batch)
         prompts = self.draw(position, min(config.batch_size, len(self.rows) - position))
-        batch = answers(self.actor_infer, prompts, config.actor_infer.generation, config.seed)
+        generation = config.actor_infer.generation
+        batch = answers(self.actor_infer, prompts, generation, config.seed).get()
         return batch, [self.scorer(batch)]
 
     def draw(self, position: int, count: int) -> DataProto:
