@@ -191,6 +191,8 @@ def same_values(a: Any, b: Any) -> bool:
 
 def join(key: str, columns: Sequence[Column], has_lengths: bool) -> Column:
     """Concatenate one column's parts, padding a token column to its widest part."""
+    if len(columns) == 1:
+        return columns[0]
     tensors = [column for column in columns if isinstance(column, Tensor)]
     if len({str(column.dtype) for column in columns}) > 1:
         dtypes = [str(column.dtype) for column in columns]

@@ -340,7 +340,7 @@ class DataProto:
 
     def _adopt(self, columns: Mapping[str, Column]) -> None:
         changed = self._like(columns)
-        self.batch, self.non_tensor_batch = changed.batch, changed.non_tensor_batch
+        self._batch, self._objects = changed._batch, changed._objects
 
     def _on_rows(self, cut: Callable[[Any], Any]) -> Self:
         """Apply `cut` to every column, and to the row count where a batch has no columns."""

@@ -75,6 +75,6 @@ def call_together(
         "seed": driver.seed,
         "role": role,
     }
-    driver.post("together", body, call, ranks, gang=ranks)
+    driver.post("together", body, call, ranks, gang=ranks if len(ranks) > 1 else ())
     refs = Refs(driver, call, Dispatch.ONE_TO_ALL, None, rank_infos(data_parallel(len(ranks))))
     return refs.get() if blocking else refs
