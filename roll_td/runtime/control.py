@@ -39,6 +39,8 @@ PREFIX = struct.Struct("<BxxxIIII")  # kind, bytes of head and own, inline buffe
 SIZE = struct.Struct("<Q")  # of an inline buffer; all sizes follow the prefix
 NEAR_BYTES = 128 * 1024
 """If all inline buffers have less, they are read at once with the head, and then copied apart."""
+AHEAD_BYTES = 64 * 1024
+"""What is read beyond what is wanted, at most."""
 HELLO = struct.Struct("<32sIB")  # token, rank, which of its two connections
 TOKEN_CHARS = 32
 Chunk = bytes | memoryview
@@ -141,6 +143,8 @@ class Connection:
         self.bytes_sent = 0
         self._frames = _frames()
         self._wanted: list[memoryview] = []  # what comes in next
+        self._spare = memoryview(bytearray(AHEAD_BYTES))
+        self._ahead = self._spare[:0]  # read, and not wanted yet
 
     def send(self, kind: Kind, head: bytes, own: bytes = b"", inline: Sequence[Chunk] = ()) -> None:
         sizes = [SIZE.pack(len(chunk)) for chunk in inline]
@@ -170,23 +174,38 @@ class Connection:
     def poll(self, flags: int = socket.MSG_DONTWAIT) -> Frame | None:
         """The next frame; None at the end of file; BlockingIOError if not all of it is here."""
         while True:
-            while wanted := self._wanted:
+            while self._wanted:
                 try:
-                    if len(wanted) == 1:
-                        count = self.sock.recv_into(wanted[0], 0, flags)
-                    else:
-                        count = self.sock.recvmsg_into(wanted[:512], 0, flags)[0]
+                    count = self._read(flags)
                 except BlockingIOError:
                     raise
                 except OSError:
                     return None
                 if count == 0:
                     return None
-                self._wanted = _beyond(wanted, count)
+                self._wanted = _beyond(self._wanted, count)
             step = next(self._frames)
             if isinstance(step, Frame):
                 return step
             self._wanted = step
+
+    @property
+    def has_more(self) -> bool:
+        """Whether more than the last frame was read: of that the socket tells nothing."""
+        return len(self._ahead) > 0
+
+    def _read(self, flags: int) -> int:
+        """Read into what is wanted, and ahead of it, so that a small frame takes one call."""
+        if self._ahead:
+            wanted = self._wanted[0]
+            count = min(len(wanted), len(self._ahead))
+            wanted[:count], self._ahead = self._ahead[:count], self._ahead[count:]
+            return count
+        wanted_now = self._wanted[:511]
+        count = self.sock.recvmsg_into([*wanted_now, self._spare], 0, flags)[0]
+        room = sum(map(len, wanted_now))
+        self._ahead = self._spare[: max(0, count - room)]
+        return min(count, room)
 
     def close(self) -> None:
         self.sock.close()
@@ -337,11 +356,12 @@ class Hub:
                         if is_lost(self.lifelines[rank]):
                             on_frame(rank, None)
                         continue
-                    try:
-                        frame = link.poll()
-                    except BlockingIOError:
-                        continue
-                    if frame is None:
-                        selector.unregister(key.fileobj)
-                        links -= 1
-                    on_frame(rank, frame)
+                    with contextlib.suppress(BlockingIOError):
+                        while True:
+                            frame = link.poll()
+                            if frame is None:
+                                selector.unregister(key.fileobj)
+                                links -= 1
+                            on_frame(rank, frame)
+                            if frame is None or not link.has_more:
+                                break
