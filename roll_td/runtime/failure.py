@@ -73,14 +73,22 @@ class Cause:
         where = f"{who}rank {self.rank} on {self.host}"
         if self.kind == "exception":
             method = f"{self.role}.{self.method}" if self.role else self.method
-            head = f"{method or 'the runtime'} failed ({where}): {lines[-1]}"
+            head = f"{method or 'the runtime'} failed ({where}): {_error_in(lines)}"
         elif self.kind == "driver":
-            head = f"the driver failed ({where}): {lines[-1]}"
+            head = f"the driver failed ({where}): {_error_in(lines)}"
         else:
             head = f"{lines[0]} ({where})"
             lines = lines[1:]
         more = lines if len(lines) > 1 else []
         return "\n".join([f"roll-td: {head}", *more])
+
+
+def _error_in(lines: Sequence[str]) -> str:
+    """Where a traceback names the error: behind its indented frames. A message may have further
+    lines, and even a traceback of its own, which then is nearer to the cause."""
+    starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call")]
+    behind = lines[starts[-1] + 1 :] if starts else []
+    return next((line for line in behind if line.strip() == line), lines[-1])
 
 
 def end_process(code: int) -> NoReturn:

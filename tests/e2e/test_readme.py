@@ -153,10 +153,23 @@ def test_a_judge_of_the_job_itself(my_model: Path) -> None:
     config = yaml.safe_load((ROOT / "configs/rlvr/rlvr.yaml").read_text()) | yaml.safe_load(judge)
     (my_model / "judged.yaml").write_text(yaml.safe_dump(config))
     (my_model / "my-model").rename(my_model / "my-judge")
-    own = ("model.path=my-judge", "data.train=my.jsonl")
-    ended = run(my_model, "-m", "roll_td.cli", "check", "judged.yaml", *own)
+    own = ("model.path=my-judge", "data.train=my.jsonl", "reward.world_size=1")
+    own += ("actor_train.device_mapping=[1]", "judges.strict.generation.max_new_tokens=4")
+    ended = run(my_model, "-m", "roll_td.cli", "run", "judged.yaml", *own, *SHORT)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "judge_strict  0       0     node0:0    0 " in ended.stdout
+    lines = (my_model / "runs/judged/metrics.jsonl").read_text().splitlines()
+    # a model of random weights says no number that would be a score
+    assert [json.loads(line)["judge/strict/without_score"] for line in lines] == [4, 4]
+
+
+def test_a_real_model_s_config_with_another_model(my_model: Path) -> None:
+    readme = README.replace("\\\n", "")
+    (command,) = re.findall(r"^roll-td run configs/rlvr/smollm2.yaml", readme, re.MULTILINE)
+    own = (f"model.path={my_model / 'my-model'}", f"output_dir={my_model / 'runs'}")
+    short = ("max_steps=1", "batch_size=2", "eval_steps=null", "data.max_length=80")
+    ended = run(ROOT, "-m", "roll_td.cli", *command.split()[1:], *own, *short)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "step 0/1" in ended.stderr
 
 
 SUBMITS = re.findall(r"^(roll-td submit .*?) *(?:#.*)?$", README, re.MULTILINE)

@@ -56,6 +56,11 @@ def cause(kind: Any, text: str, **given: Any) -> Cause:
             cause("driver", "Traceback\nKeyError: 1"),
             "roll-td: the driver failed (rank 3 on vm): KeyError: 1\nTraceback\nKeyError: 1",
         ),
+        (
+            cause("driver", "Traceback (most recent call last):\n  File 1\nKeyError: 1\n  or 2\n3"),
+            "roll-td: the driver failed (rank 3 on vm): KeyError: 1\n"
+            "Traceback (most recent call last):\n  File 1\nKeyError: 1\n  or 2\n3",
+        ),
         (cause("death", "rank 3 died"), "roll-td: rank 3 died (rank 3 on vm)"),
         (cause("signal", "told by SIGTERM"), "roll-td: told by SIGTERM (rank 3 on vm)"),
         (cause("exception", ""), "roll-td: the runtime failed (rank 3 on vm): no more is known"),
