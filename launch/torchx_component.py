@@ -6,10 +6,9 @@
 All roles of a pipeline share the ranks of the job, so the app has one role of TorchX: a replica a
 node, in which torchrun starts the node's ranks. A scheduler ends a replica by SIGTERM, which
 torchrun passes on: the ranks take it for a notice, and make a checkpoint if the scheduler leaves
-them the time. Loads in torchx 0.7.0 and in torchx-nightly.
+them the time. Loads in torchx 0.7.0 and in torchx-nightly, which read the annotations of `train`
+as they are: as types, so not from __future__, and in the form of typing alone.
 """
-
-from __future__ import annotations
 
 import os
 import secrets
@@ -17,7 +16,7 @@ import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Dict, Optional  # noqa: UP035  (torchx reads annotations in this form alone)
+from typing import Any, Dict, Optional  # noqa: UP035
 
 from torchx import specs  # type: ignore[import-untyped,import-not-found]
 from torchx.runner import get_runner  # type: ignore[import-untyped,import-not-found]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from tests.dist.test_sft import result, write_sft
 from tests.slurm.cluster import START_S, Job, Slurm
 
 STEPS = 150
-SCRIPT = Path(__file__).parents[2] / "slurm" / "train.sbatch"
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "slurm" / "train.sbatch"
 TWO_NODES = ("--nodes", "2", "num_gpus_per_node=1")
 pytestmark = pytest.mark.timeout(4 * START_S)
 
@@ -36,7 +38,8 @@ def export(config: Path, name: str) -> str:
 
 
 def steps_saved(run_dir: Path) -> list[int]:
-    return sorted(int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step_*"))
+    names = (path.name[5:] for path in (run_dir / "checkpoints").glob("step_*"))
+    return sorted(int(name) for name in names if name.isdigit())  # not what is being written
 
 
 def test_a_job_is_submitted_waited_for_and_read(slurm: Slurm, whole: Job) -> None:
@@ -149,6 +152,31 @@ def test_the_script_for_hands_is_told_and_comes_back(
     assert "stopped by USR2 after a checkpoint; queued again" in out.read_text()
     assert len(steps_saved(job.run_dir)) == 2
     assert result(job.run_dir) == result(whole.run_dir)
+
+    slurm.run("scontrol", "requeue", number, cwd=folder)
+    job.until(lambda: job.show("Restarts") == "2", "restarted")
+    job.wait("COMPLETED", "FAILED", "TIMEOUT")
+    assert job.show("JobState") == "COMPLETED", "it has nothing left to do"
+    assert f"has done {STEPS} steps and is to do {STEPS}: nothing to do" in out.read_text()
+
+
+def test_torchx_starts_a_job_that_the_administrator_queues_again(
+    slurm: Slurm, config: Path, whole: Job
+) -> None:
+    folder, component = config.parent, f"{ROOT}/launch/torchx_component.py:train"
+    given = ["--config", config.name, "--devices", "cpu", "--image", str(folder)]
+    options = ("run", "-s", "slurm", "-cfg", f"partition=low,time=30,job_dir={folder}/torchx")
+    rest = ("exp_name=x", "save_steps=20", export(config, "x"))
+    # when it has submitted the job it asks sacct, and this cluster keeps no accounts
+    out = slurm.run("torchx", *options, component, *given, *rest, cwd=folder, ok=False)
+    number = re.findall(r"^slurm://\S*/(\d+)$", out, re.MULTILINE)[0]
+    job = Job(slurm, number, folder / "x")
+    job.until(lambda: bool(steps_saved(job.run_dir)), "a checkpoint")
+    slurm.run("scontrol", "requeue", number, cwd=folder)
+    job.until(lambda: job.show("Restarts") == "1", "queued again")
+    job.wait("COMPLETED", "FAILED", "TIMEOUT")
+    assert job.show("JobState") == "COMPLETED"
+    assert result(job.run_dir)[0] == result(whole.run_dir)[0]
 
 
 def test_what_the_cluster_cannot_run_is_refused(slurm: Slurm, config: Path) -> None:

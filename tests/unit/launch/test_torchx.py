@@ -100,16 +100,16 @@ def test_what_cannot_be_sent_is_refused() -> None:
 
 
 def test_the_component_loads_in_torchx_and_makes_the_job_of_a_config() -> None:
+    from torchx.specs.builders import materialize_appdef
     from torchx.specs.finder import get_component
 
     path = Path(component.__file__)
     found = get_component(f"{path}:train")
     assert found.validation_errors == []
     tiny = path.parents[1] / "configs" / "sft" / "tiny.yaml"
+    given = ["--config", str(tiny), "--image", "img", "--devices", "cpu", "--mem_gb", "4"]
     with warnings.catch_warnings():
-        made = component.train(
-            "seed=7", config=str(tiny), image="img", devices="cpu", mem_gb=4, env={"A": "b"}
-        )
+        made = materialize_appdef(found.fn, [*given, "--env", "A=b", "seed=7"])
     (role,) = made.roles
     assert (role.resource.cpu, role.resource.gpu, role.resource.memMB) == (3, 0, 4096)
     assert role.args[1].endswith(f"-m roll_td {tiny} seed=7")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import socket
 import subprocess
 from pathlib import Path
@@ -35,7 +34,6 @@ def environment(folder: Path) -> dict[str, str]:
     return dict(line.split("=", 1) for line in (folder / "env").read_text().splitlines())
 
 
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="there is no shellcheck here")
 def test_scripts_are_clean() -> None:
     tests = Path(__file__).parents[2] / "slurm"
     scripts = [*SCRIPTS.iterdir(), *tests.glob("*.sh"), tests / "install"]
