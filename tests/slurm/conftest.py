@@ -18,7 +18,7 @@ from tests.slurm.cluster import Slurm
 HERE = Path(__file__).parent
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def slurm() -> Iterator[Slurm]:
     with cluster(nodes=2) as made:
         yield made

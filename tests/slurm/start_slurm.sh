@@ -201,7 +201,7 @@ save_pid slurmctld $!
 for _ in $(seq 300); do timeout 3 scontrol ping 2>/dev/null | grep -q 'is UP' && break; pid_alive "$DIR/pids/slurmctld" || die "slurmctld died"; sleep .1; done
 log "slurmctld up"
 
-# --- slurmds: private hostname, /etc/hosts and /etc/slurm; the chain is exec only, so $! is slurmd
+# --- slurmds: private hostname, /dev/shm (a killed node leaves things there), /etc/hosts and /etc/slurm; the chain is exec only, so $! is slurmd
 for i in $(seq "$NODES"); do
   h=$(NAME "$i"); mkdir -p "$DIR/spool/$h"; chmod 755 "$DIR/spool/$h"
   if [ "$MODE" = plain ]; then
@@ -211,6 +211,7 @@ for i in $(seq "$NODES"); do
   pre=(); [ "$MODE" = netns ] && pre=(nsenter --net="/run/netns/$(NS "$i")")   # not "ip netns exec": that remounts /sys
   setsid "${pre[@]}" unshare --uts --mount --propagation private bash -c '
     set -e; hostname "$1"; mount --bind "$2/etc/hosts.common" /etc/hosts
+    mount -t tmpfs none /dev/shm
     [ -d /etc/slurm ] && mount --bind "$2/etc" /etc/slurm
     exec slurmd -D -N "$1" -f "$2/etc/slurm.conf"' _ "$h" "$DIR" \
     </dev/null >"$DIR/log/slurmd-$h.out.log" 2>&1 8>&- 9>&- &

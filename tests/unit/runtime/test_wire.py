@@ -160,7 +160,6 @@ LOCK = threading.Lock()
         ({LOCK: 1}, "v (a dict)"),
         ([1, {"a", LOCK}], "v[1] (a set)"),
     ],
-    ids=str,
 )
 def test_the_smallest_part_that_cannot_travel_is_named(value: Any, path: str) -> None:
     assert find_unpicklable(value, "v") == path
