@@ -93,6 +93,6 @@ def test_scenarios(pipeline: str, said: str, given: dict[str, Any], tmp_path: Pa
         made = yaml.safe_load(config.read_text())
         made["model"]["lora"] = lora
         config.write_text(yaml.safe_dump(made))
-    ended = roll_td_run(config).finish(START_S)
+    ended = roll_td_run(config).finish(2 * START_S)
     assert ended.code == 0 and said in ended.out, ended.out
     print(ended.out.splitlines()[-1])

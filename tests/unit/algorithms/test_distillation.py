@@ -162,3 +162,30 @@ def test_gradients_are_those_of_finite_differences(name):
     torch.autograd.gradcheck(
         lambda student: divergence(name, softened(student, teacher, temperature=0.7)), student
     )
+
+
+def test_the_gradient_of_adaptive_kl_is_that_of_both_parts_with_their_shares_fixed():
+    draw = torch.Generator().manual_seed(3)
+    student, teacher = torch.randn(2, 4, 5, generator=draw, dtype=torch.float64)
+    q, p = softened(student, teacher, temperature=0.7)[::-1]
+    shares = []
+    for of_teacher, of_student in zip(p.exp().tolist(), q.exp().tolist(), strict=True):
+        order = sorted(range(5), key=lambda entry, of=of_teacher: -of[entry])
+        gaps = [abs(of_teacher[entry] - of_student[entry]) for entry in order]
+        sums = [sum(of_teacher[entry] for entry in order[: n + 1]) for n in range(5)]
+        head = max(1, sum(total <= 0.5 for total in sums))
+        shares.append(sum(gaps[:head]) / sum(gaps))
+    share = torch.tensor(shares, dtype=torch.float64)
+    assert len({round(value, 3) for value in shares}) == 4
+
+    def fixed(logits):
+        pair = softened(logits, teacher, temperature=0.7)
+        return (share * forward_kl(*pair) + (1 - share) * reverse_kl(*pair)).sum()
+
+    student.requires_grad_()
+    ours = adaptive_kl(*softened(student, teacher, temperature=0.7), head=0.5).sum()
+    assert ours.item() == pytest.approx(fixed(student).item(), rel=1e-12)
+    torch.autograd.gradcheck(fixed, student)
+    torch.testing.assert_close(
+        torch.autograd.grad(ours, student), torch.autograd.grad(fixed(student), student)
+    )

@@ -66,6 +66,21 @@ def test_tis_weighs_by_the_ratio_up_to_a_cap(level):
     check(ours, lambda at: -weights * advantages * at * mask)
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("clip_low", [None, 0.4])
+def test_cispo_weighs_by_the_ratio_between_bounds(clip_low, level):
+    log_probs, old, advantages, mask = columns()
+    ratio = weights_of(log_probs, old, mask, level)
+    weights = ratio.clamp(0 if clip_low is None else 1 - clip_low, 1.3)
+    assert ((ratio > 1.3) & mask).any() and ((ratio < 0.6) & mask).any()
+
+    def ours(log_probs, *others):
+        given = {"clip_low": clip_low, "clip_high": 0.3, "ratio_level": level}
+        return cispo(log_probs, *others, **given)
+
+    check(ours, lambda at: -weights * advantages * at * mask)
+
+
 def test_n20_tis():  # N20
     log_probs, old = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-2.0, -0.5]])
     loss, _ = losses.tis(
