@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,8 @@ class Record:
     """Of the update."""
     parts: list[list[int]]
     """The sample_id of each row of each mini-batch, in the order of the optimiser steps."""
-    metrics: list[dict[str, float]]
-    """What the actor told of each of its optimiser steps; empty if it took none."""
+    metrics: dict[str, list[dict[str, float]]]
+    """What actor and critic, where they have learnt, told of each of their optimiser steps."""
 
     def save(self, path: Path) -> None:
         """Write it; a file that is there is whole."""
@@ -80,10 +80,10 @@ class Recorder:
         step: int,
         batch: DataProto,
         parts: Sequence[DataProto],
-        learnt: Sequence[DataProto],
+        learnt: Mapping[str, Sequence[DataProto]],
         kl_coefficient: float,
     ) -> None:
-        """After the updates from its parts, of which the actor has learnt."""
+        """After the updates from its parts: what actor and critic have told of each."""
         if self._every is None or step % self._every:
             return
         columns = {
@@ -97,7 +97,10 @@ class Recorder:
             estimator=self._estimator,
             kl_coefficient=kl_coefficient,
             parts=[part["sample_id"].tolist() for part in parts],
-            metrics=[_floats(done.meta_info["metrics"]) for done in learnt],
+            metrics={
+                name: [_floats(done.meta_info["metrics"]) for done in steps]
+                for name, steps in learnt.items()
+            },
         ).save(record_path(self._run_dir, step))
 
 

@@ -64,6 +64,7 @@ class ReplayPipeline(BasePipeline):
 
     # what an optimiser step is given
     for_actor: Any = RLVRPipeline.for_actor
+    for_critic: Any = RLVRPipeline.for_critic
     learnt: Any = RLVRPipeline.learnt
 
     def run(self) -> None:
@@ -137,24 +138,31 @@ class ReplayPipeline(BasePipeline):
         """The role, where there are weights for it."""
         return self.roles["actor_train"]
 
+    @property
+    def critic(self) -> Cluster:
+        """The role, where the run has it and there are weights for it."""
+        return self.roles["critic"]
+
     def losses(self, batch: DataProto) -> Iterator[Compared]:
-        """What the actor tells of each of its optimiser steps."""
+        """What actor and critic tell of each of their optimiser steps."""
         self.estimator.kl_coefficient = self.record.kl_coefficient
         row_of = {name: row for row, name in enumerate(batch["sample_id"].tolist())}
         parts = [batch[[row_of[name] for name in part]] for part in self.record.parts]
-        recorded = self.record.metrics
-        again = [
-            self.actor_train.train_step(self.for_actor(part)).meta_info["metrics"]
-            for part in parts[: len(recorded)]
-        ]
-        names = [f"optimiser step {number}" for number in range(len(recorded))]
-        for metric in recorded[0] if recorded else ():
-            old, new = (
-                torch.tensor([float(one[metric]) for one in every], dtype=torch.float64)
-                for every in (recorded, again)
-            )
-            where = torch.ones(len(old), dtype=torch.bool)
-            yield compare("losses", metric, old, new, where, names, ABOUT)
+        names = [f"optimiser step {number}" for number in range(len(parts))]
+        where = torch.ones(len(parts), dtype=torch.bool)
+        for learner, recorded in self.record.metrics.items():
+            cluster, given = {
+                "actor": ("actor_train", self.for_actor),
+                "critic": ("critic", self.for_critic),
+            }[learner]
+            train = self.roles[cluster].train_step
+            again = [train(given(part)).meta_info["metrics"] for part in parts]
+            for metric in recorded[0]:
+                old, new = (
+                    torch.tensor([float(one[metric]) for one in every], dtype=torch.float64)
+                    for every in (recorded, again)
+                )
+                yield compare("losses", f"{learner}/{metric}", old, new, where, names, ABOUT)
 
     def compared(
         self,

@@ -213,8 +213,7 @@ class RLVRPipeline(BasePipeline):
         """Wait until roles have learnt from parts of a step's batch, and log the step."""
         learnt = {name: get(steps) for name, steps in learning.items()}
         self.metrics.append({"time/train_s": Sum(time.monotonic() - began_s)})
-        actor, kl_coefficient = learnt.get("actor", []), self.estimator.kl_coefficient
-        self.recorder.end(step, batch, parts, actor, kl_coefficient)
+        self.recorder.end(step, batch, parts, learnt, self.estimator.kl_coefficient)
         for name, steps in learnt.items():
             merged = merge_metrics([done.meta_info["metrics"] for done in steps])
             self.metrics.append(under(name, merged))

@@ -67,7 +67,7 @@ def test_a_step_is_done_again_and_what_differs_is_found(tmp_path: Path) -> None:
     out = replayed(run, 2)
     assert "no difference" in out and {stage for stage, _ in rows(out)} == STAGES
     for column in ("loss", "grad_norm", "kl", "nearness"):
-        assert rows(out)["losses", column] == "equal"
+        assert rows(out)["losses", f"actor/{column}"] == "equal"
     assert "no difference" in replayed(run, 0), "from the weights of the model"
 
     record = Record.load(record_path(run, 2))

@@ -33,7 +33,7 @@ def test_what_is_recorded_is_read_again(tmp_path: Path) -> None:
         recorder.begin(own, estimator)
         own.update({"response_mask": own["response_mask"] & torch.tensor([[True], [False]])})
         done = DataProto(meta_info={"metrics": {"loss": Mean(0.5, 3)}})
-        recorder.end(step, own, [own[[1]], own[[0]]], [done], 0.25)
+        recorder.end(step, own, [own[[1]], own[[0]]], {"actor": [done]}, 0.25)
         own = batch()
     assert [path.name for path in sorted((tmp_path / "records").iterdir())] == [
         "step_0.pt",
@@ -41,7 +41,7 @@ def test_what_is_recorded_is_read_again(tmp_path: Path) -> None:
     ]
     read = Record.load(record_path(tmp_path, 2))
     assert (read.step, read.kl_coefficient, read.parts) == (2, 0.25, [[3], [5]])
-    assert read.metrics == [{"loss": 0.5}] and read.estimator == estimator.state_dict()
+    assert read.metrics == {"actor": [{"loss": 0.5}]} and read.estimator == estimator.state_dict()
     assert read.sampled_mask.tolist() == [[True, False], [True, True]]
     again = read.batch
     assert again["response_mask"].tolist() == [[True, False], [False, False]]
@@ -52,7 +52,7 @@ def test_an_answer_that_is_not_in_a_step_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ids = torch.tensor([40, 12, 13, 14, 15, 41])
-    record = Record(9, {"sample_id": ids}, torch.zeros(6, 1), {}, 0.0, [], [])
+    record = Record(9, {"sample_id": ids}, torch.zeros(6, 1), {}, 0.0, [], {})
     record.check_sample(40)
     run = run_of(tmp_path)
     record.save(record_path(run, 9))
@@ -66,7 +66,7 @@ def test_an_answer_that_is_not_in_a_step_is_told(
 def test_nothing_is_recorded_unless_asked_for(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path, None)
     recorder.begin(batch(), Estimator(AlgorithmConfig(), 4))
-    recorder.end(0, batch(), [], [], 0.0)
+    recorder.end(0, batch(), [], {}, 0.0)
     assert not list(tmp_path.iterdir())
 
 
