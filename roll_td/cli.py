@@ -254,12 +254,15 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("run_dir", metavar="RUN_DIR", help="such as runs/tiny")
         command.set_defaults(command=action)
     text = "do a recorded step of a run again, in one process, and print where numbers differ"
-    of_what = "; of RLVR, with a critic or without, and of on-policy distillation (record_steps)"
+    of_what = "; of RLVR, fine-tuning, DPO and distillation, one that record_steps has kept"
     command = commands.add_parser("replay", help=text, description=text + of_what)
     command.add_argument("run_dir", metavar="RUN_DIR", help="such as runs/tiny")
     command.add_argument("--step", type=int, required=True, metavar="N", help="as in metrics.jsonl")
     command.add_argument(
-        "--sample", type=int, metavar="ID", help="of this answer alone, by its sample_id"
+        "--sample",
+        type=int,
+        metavar="ID",
+        help="of this answer, row or pair alone, by its sample_id",
     )
     command.set_defaults(command=_replay)
     return parser

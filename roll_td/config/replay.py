@@ -8,14 +8,22 @@ from typing import Any
 
 import yaml
 
+from roll_td.config.distill import DistillConfig
+from roll_td.config.dpo import DPOConfig
+from roll_td.config.evaluation import OF_PROMPTS
 from roll_td.config.onpolicy_distill import OnPolicyDistillConfig
 from roll_td.config.rlvr import RLVRConfig
+from roll_td.config.sft import SFTConfig
 
+_PIPELINES = "roll_td.pipelines."
 REPLAYED = {
-    "roll_td.pipelines.rlvr.RLVRPipeline": "roll_td.pipelines.replay.ReplayPipeline",
-    "roll_td.pipelines.onpolicy_distill.OnPolicyDistillPipeline": (
-        "roll_td.pipelines.replay.OnPolicyReplayPipeline"
+    _PIPELINES + "rlvr.RLVRPipeline": _PIPELINES + "replay.ReplayPipeline",
+    _PIPELINES + "onpolicy_distill.OnPolicyDistillPipeline": (
+        _PIPELINES + "replay.OnPolicyReplayPipeline"
     ),
+    _PIPELINES + "sft.SFTPipeline": _PIPELINES + "replay_text.SFTReplayPipeline",
+    _PIPELINES + "dpo.DPOPipeline": _PIPELINES + "replay_text.DPOReplayPipeline",
+    _PIPELINES + "distill.DistillPipeline": _PIPELINES + "replay_text.DistillReplayPipeline",
 }
 """The pipelines whose steps are recorded, and what does them again."""
 RECORDS = "records"
@@ -31,20 +39,41 @@ class ReplayOf:
     step: int
     """The step, as metrics count them: from 0."""
     sample: int | None = None
-    """The sample_id of the answer that is looked at; None: all of the step."""
+    """The sample_id of what is looked at, an answer, or a row or pair by its place in the stream of
+    data; None: all of the step."""
 
 
 @dataclass
-class ReplayConfig(RLVRConfig):
-    """The config of the run, on one rank."""
+class Replay:
+    """The config of a run, on one rank."""
 
     replay: ReplayOf = field(kw_only=True)
     """What is replayed."""
 
 
 @dataclass
+class ReplayConfig(Replay, RLVRConfig):
+    """Of RLVR."""
+
+
+@dataclass
 class OnPolicyReplayConfig(OnPolicyDistillConfig, ReplayConfig):
-    """The same of on-policy distillation."""
+    """Of on-policy distillation."""
+
+
+@dataclass
+class SFTReplayConfig(Replay, SFTConfig):
+    """Of fine-tuning."""
+
+
+@dataclass
+class DPOReplayConfig(Replay, DPOConfig):
+    """Of learning from pairs."""
+
+
+@dataclass
+class DistillReplayConfig(Replay, DistillConfig):
+    """Of distillation."""
 
 
 def record_path(run_dir: str | Path, step: int) -> Path:
@@ -64,13 +93,17 @@ def write_replay_config(run_dir: str, step: int, sample: int | None) -> Path:
         raise ValueError(f"{run_dir} has no record of step {step}: {known}; see record_steps")
     config: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
     if config["pipeline_cls"] not in REPLAYED:
-        known = " and ".join(REPLAYED)
-        raise ValueError(f"{run_dir} is of {config['pipeline_cls']}: {known} are replayed")
+        known = ", ".join(REPLAYED)
+        raise ValueError(f"{run_dir} is of {config['pipeline_cls']}: what is replayed is {known}")
     for section in config.values():
         for role in [section, *section.values()] if isinstance(section, dict) else []:
             if isinstance(role, dict) and "worker_cls" in role:
                 _put_on_one_rank(role)
     config.pop("scheduling", None)  # nothing is generated, so roles may share a device
+    config.pop("reference_cache", None)  # the reference is asked again
+    if config.pop("prompts", None) is not None:
+        for name in OF_PROMPTS:
+            config.pop(name)
     config |= {
         "pipeline_cls": REPLAYED[config["pipeline_cls"]],
         "config_cls": None,

@@ -89,13 +89,16 @@ class TrainedTextConfig(TextConfig):
     """Times that each row is seen; None: once, unless max_steps is given."""
     eval_steps: int | None = None
     """Steps between validations; None: after the last step only. Without validation data: never."""
+    record_steps: int | None = None
+    """Each so many-th step, from the first on, is recorded for `roll-td replay`, with all of its
+    batch, for which the model looks at it once more; None: none."""
     export_dir: str | None = None
     """Folder for the trained model as transformers loads it; None: no export."""
 
     def problems(self) -> Iterator[Problem]:
         """Also of how long it is."""
         yield from super().problems()
-        yield from count_problems(self, "max_steps", "eval_steps")
+        yield from count_problems(self, "max_steps", "eval_steps", "record_steps")
         if self.epochs is not None and self.epochs <= 0:
             yield Problem("epochs", repr(self.epochs), "must be above 0", LEAVE)
         if self.epochs is not None and self.max_steps is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,7 +37,10 @@ def compare(
     tolerance: float,
 ) -> Compared:
     """recorded, computed: numbers or bools, (B) or (B, T). where: bool, of the same shape, what
-    counts. names: what the rows are called. NaN is equal to NaN."""
+    counts. names: what the rows are called. NaN is equal to NaN; another shape differs."""
+    if recorded.shape != computed.shape:
+        shapes = f"the step: recorded {list(recorded.shape)}, computed {list(computed.shape)}"
+        return Compared(stage, column, 0, math.inf, tolerance, shapes)
     old, new = recorded.double(), computed.double()
     gap = (old - new).abs() / old.abs().clamp(min=1)
     gap = torch.where(old.isnan() & new.isnan() | (old == new), 0.0, gap)

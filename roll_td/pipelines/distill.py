@@ -47,6 +47,13 @@ class DistillPipeline(TextTraining):
         metrics: dict[str, Metric] = self.trained.train_step(batch).meta_info["metrics"]
         return metrics | came
 
+    def look(self, step: int, batch: DataProto) -> dict[str, torch.Tensor]:
+        """Of each row, summed over its tokens that count, divergence and cross-entropy, and how
+        many these are."""
+        self.ask_teacher(batch)
+        rows = self.trained.val_step(batch)
+        return {name: rows[name] for name in ("divergence", "cross_entropy", "tokens")}
+
     def validate(self) -> dict[str, Metric]:
         """Means of all tokens of the validation data that count."""
         assert self.validation_data is not None, "is_validation_due says no"

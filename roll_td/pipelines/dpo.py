@@ -62,11 +62,25 @@ class DPOPipeline(TextTraining):
 
     def train_step(self, step: int, batch: DataProto) -> dict[str, Metric]:
         """One optimiser step on the pairs of a step."""
-        size = self.pipeline_config.batch_size
-        self.add_reference(batch, "train", self.train_data.numbers(step * size, size))
+        self.add_reference_of_step(step, batch)
         batch.plan = plan_over_pairs(self.trained, batch)
         metrics: dict[str, Metric] = self.trained.train_step(batch).meta_info["metrics"]
         return metrics
+
+    def look(self, step: int, batch: DataProto) -> dict[str, torch.Tensor]:
+        """Of each row what its answer makes, and its reward; of its pair the margin of rewards and
+        the loss."""
+        self.add_reference_of_step(step, batch)
+        answers = self.trained.compute_answers(batch)["answers"]
+        settings = self.pipeline_config.loss.arguments
+        losses, _ = pair_losses(batch, answers, self.loss, settings)
+        ratios = answers - batch["reference"] if "reference" in batch else answers
+        rewards = settings.get("beta", 1.0) * ratios
+        pairs = batch["group_id"].unique(return_inverse=True)[1]
+        gains = torch.where(batch["is_chosen"], rewards, -rewards)
+        margins = torch.zeros(len(losses)).index_add(0, pairs, gains)
+        found = {"answers": answers, "reward": rewards}
+        return found | {"margin": margins[pairs], "loss": losses[pairs]}
 
     def validate(self) -> dict[str, Metric]:
         """The loss and the metrics of training over all pairs of the validation data."""
@@ -82,6 +96,12 @@ class DPOPipeline(TextTraining):
             losses, metrics = pair_losses(batch, answers, self.loss, settings)
             parts.append({**metrics, "loss": Mean(losses.mean().item(), pairs)})
         return {f"val/{name}": value for name, value in merge_metrics(parts).items()}
+
+    def add_reference_of_step(self, step: int, batch: DataProto) -> None:
+        """Add the column `reference` to the batch of a step, unless it has it or there is none."""
+        if "reference" not in batch:
+            size = self.pipeline_config.batch_size
+            self.add_reference(batch, "train", self.train_data.numbers(step * size, size))
 
     def add_reference(self, batch: DataProto, name: str, numbers: NDArray[np.int64]) -> None:
         """Add the column `reference`, unless there is none: of the rows with these numbers of the

@@ -1,61 +1,46 @@
-"""Does a recorded step again, stage by stage, and says where the numbers first differ."""
+"""Does a recorded step of reinforcement learning again, stage by stage."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from roll_td.checkpoint.store import fault_of
 from roll_td.config.base import role_sections
-from roll_td.config.replay import OnPolicyReplayConfig, ReplayConfig, record_path
+from roll_td.config.replay import OnPolicyReplayConfig, ReplayConfig
 from roll_td.pipelines.answering import start_roles
-from roll_td.pipelines.base import BasePipeline
-from roll_td.pipelines.comparing import Compared, compare, comparison_table
+from roll_td.pipelines.comparing import Compared
 from roll_td.pipelines.estimating import Estimator
 from roll_td.pipelines.onpolicy_distill import add_teachers, rows_of_teachers
-from roll_td.pipelines.recording import Record
+from roll_td.pipelines.recording import RolloutRecord
+from roll_td.pipelines.replaying import ABOUT, CLOSE, EXACT, NEAR, Replaying
 from roll_td.pipelines.rlvr import RLVRPipeline
 from roll_td.protocol import DataProto
 from roll_td.runtime.cluster import Cluster
-
-EXACT, CLOSE, NEAR, ABOUT = 0.0, 1e-6, 1e-4, 1e-3
-"""Tolerances: rewards; what is made of them; log-probs of the trainer, which are rounded by how
-many ranks cut the work; what the engine told, and means over a mini-batch."""
-
 
 LEARNERS = ("actor_train", "critic")
 """Roles that need the checkpoint."""
 
 
-class ReplayPipeline(BasePipeline):
-    """Each stage starts from what was recorded of the one before it, so that a fault shows where it
-    is. Log-probs and losses need the weights that the step began with: those of the checkpoint
-    step_N of the run for step N, and for step 0 those of the model."""
+class ReplayPipeline(Replaying):
+    """From rewards to losses; log-probs and losses need the weights that the step began with."""
+
+    record: RolloutRecord
 
     def __init__(self, pipeline_config: ReplayConfig) -> None:
         super().__init__(pipeline_config)
-        config, of = pipeline_config, pipeline_config.replay
-        self.record = Record.load(record_path(of.run_dir, of.step))
-        if of.sample is not None:
-            self.record.check_sample(of.sample)
+        config = pipeline_config
+        self.open(RolloutRecord, "log-probs and losses")
         self.temperature = config.actor_infer.generation.temperature or 1.0
         self.estimator = Estimator(config.algorithm, config.actor_infer.generation.max_new_tokens)
-        self.told: list[str] = []
-        self.checkpoint = Path(of.run_dir) / "checkpoints" / f"step_{of.step}"
-        fault = fault_of(self.checkpoint) if of.step else None
-        if fault is not None:
-            self.told.append(f"no weights, so no log-probs and losses: {self.checkpoint}: {fault}")
-        self.has_weights = fault is None
         learners = LEARNERS if self.has_weights else ()
         sections = role_sections(vars(config))
         roles = {key: role for key, role in sections.items() if key in (*self.asked, *learners)}
         self.roles = dict(zip(roles, start_roles(self, *roles.values()), strict=True))
-        for learner in [self.roles[key] for key in learners if key in roles and of.step]:
-            learner.load_checkpoint(str(self.checkpoint.absolute() / str(learner.name)))
+        for learner in [self.roles[key] for key in learners if key in roles]:
+            self.load(learner)
 
     @property
     def asked(self) -> tuple[str, ...]:
@@ -69,19 +54,12 @@ class ReplayPipeline(BasePipeline):
 
     def run(self) -> None:
         """Print what each stage gives."""
-        batch, of = self.record.batch, self.pipeline_config.replay
-        ids = batch["sample_id"]
-        self.names = [f"sample {name}" for name in ids.tolist()]
-        self.rows = (
-            torch.ones(len(ids), dtype=torch.bool) if of.sample is None else ids == of.sample
-        )
         stages = [self.rewards, self.advantages]
         stages += [self.log_probs_again] if self.has_weights else []
-        found = [one for stage in stages for one in stage(self.record.batch)]
-        if self.has_weights and of.sample is None:
-            found += self.losses(self.record.batch)
-        print(comparison_table(found, self.told), flush=True)
-        if of.sample is not None:
+        stages += [self.losses] if self.has_weights and self.sample is None else []
+        self.show([one for stage in stages for one in stage(self.record.batch)])
+        batch = self.record.batch
+        if self.sample is not None:
             for name in ("prompt", "ground_truth", "response", "finish_reason"):
                 if name in batch:
                     print(f"{name}: {batch[name][self.rows.tolist().index(True)]!r}", flush=True)
@@ -148,35 +126,15 @@ class ReplayPipeline(BasePipeline):
         self.estimator.kl_coefficient = self.record.kl_coefficient
         row_of = {name: row for row, name in enumerate(batch["sample_id"].tolist())}
         parts = [batch[[row_of[name] for name in part]] for part in self.record.parts]
-        names = [f"optimiser step {number}" for number in range(len(parts))]
-        where = torch.ones(len(parts), dtype=torch.bool)
+        learners = {
+            "actor": ("actor_train", self.for_actor),
+            "critic": ("critic", self.for_critic),
+        }
         for learner, recorded in self.record.metrics.items():
-            cluster, given = {
-                "actor": ("actor_train", self.for_actor),
-                "critic": ("critic", self.for_critic),
-            }[learner]
-            train = self.roles[cluster].train_step
+            role, given = learners[learner]
+            train = self.roles[role].train_step
             again = [train(given(part)).meta_info["metrics"] for part in parts]
-            for metric in recorded[0]:
-                old, new = (
-                    torch.tensor([float(one[metric]) for one in every], dtype=torch.float64)
-                    for every in (recorded, again)
-                )
-                yield compare("losses", f"{learner}/{metric}", old, new, where, names, ABOUT)
-
-    def compared(
-        self,
-        stage: str,
-        name: str,
-        again: Tensor,
-        tolerance: float,
-        where: Tensor | None = None,
-    ) -> Compared:
-        """A column that was computed again beside the recorded one, in the rows looked at."""
-        recorded: Tensor = self.record.columns[name]
-        rows = self.rows if recorded.ndim == 1 else self.rows[:, None].expand(recorded.shape)
-        where = rows if where is None else rows & where
-        return compare(stage, name, recorded, again, where, self.names, tolerance)
+            yield from self.steps_compared(f"{learner}/", recorded, again)
 
 
 class OnPolicyReplayPipeline(ReplayPipeline):

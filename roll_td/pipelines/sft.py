@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from roll_td.config.sft import SFTConfig
 from roll_td.metrics import Mean, Metric
 from roll_td.pipelines.training import TextTraining
@@ -22,6 +24,11 @@ class SFTPipeline(TextTraining):
         """One optimiser step on the rows of a step."""
         metrics: dict[str, Metric] = self.trained.train_step(batch).meta_info["metrics"]
         return metrics
+
+    def look(self, step: int, batch: DataProto) -> dict[str, Tensor]:
+        """The loss of each row, a sum over its labels, and how many these are."""
+        rows = self.trained.val_step(batch)
+        return {name: rows[name] for name in ("loss", "tokens")}
 
     def validate(self) -> dict[str, Metric]:
         """The mean loss over all labels of the validation data, each counted once."""

@@ -6,6 +6,9 @@ import time
 from abc import abstractmethod
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from roll_td.config.base import WorkerConfig
 from roll_td.config.evaluation import EvaluatedConfig
 from roll_td.data.encode import Purpose
@@ -15,6 +18,7 @@ from roll_td.models import load_tokenizer
 from roll_td.pipelines.answering import start_roles
 from roll_td.pipelines.base import BasePipeline
 from roll_td.pipelines.evaluation import Evaluation
+from roll_td.pipelines.recording import Recorder
 from roll_td.protocol import DataProto
 from roll_td.runtime.cluster import Cluster
 
@@ -42,6 +46,7 @@ class TextTraining(BasePipeline):
         self.train_data, self.validation_data = data.train, data.validation
         config.max_steps = config.max_steps or data.train.steps(config.epochs or 1)
         self.evaluation: Evaluation | None = None
+        self.recorder = Recorder(self.run_dir, config.record_steps)
 
     def start(self, trained: WorkerConfig, *others: WorkerConfig) -> list[Cluster]:
         """Start the role that is trained, others, and those that answer prompts if there are any.
@@ -61,6 +66,16 @@ class TextTraining(BasePipeline):
         """One optimiser step on the batch of a step; what it tells."""
 
     @abstractmethod
+    def look(self, step: int, batch: DataProto) -> dict[str, Tensor]:
+        """What the weights before a step make of each row of its batch: columns for its record."""
+
+    def places(self, step: int) -> Tensor:
+        """The place in the stream of data of each row of a step, int64 (B); both rows of a pair
+        have one."""
+        size, sides = self.pipeline_config.batch_size, self.train_data.rows.sides
+        return torch.arange(step * size, (step + 1) * size).repeat_interleave(sides)
+
+    @abstractmethod
     def validate(self) -> dict[str, Metric]:
         """What the validation data tells, each row counted once."""
 
@@ -69,9 +84,15 @@ class TextTraining(BasePipeline):
         for step in self.steps(self.pipeline_config.max_steps):
             if step == 0:
                 self.evaluate(step)
+            batch, seen = self.train_data.batch(step), {}
+            if self.recorder.is_due(step):
+                seen = {"sample_id": self.places(step), **self.look(step, batch)}
             began = time.monotonic()
-            batch = self.train_data.batch(step)
-            self.log({**self.train_step(step, batch), **self.progress(batch, began)})
+            told = self.train_step(step, batch)
+            self.log({**told, **self.progress(batch, began)})
+            if seen:
+                batch.update(seen)
+                self.recorder.save(step, batch, told)
             if is_validation_due(self.pipeline_config, step):
                 if self.validation_data is not None:
                     self.log(self.validate())

@@ -11,6 +11,7 @@ import yaml
 
 from roll_td.trackers import read_metrics
 from tests.dist.harness import roll_td_run
+from tests.dist.test_replay import replayed_without_difference
 from tests.dist.test_sft import (
     START_S,
     TINY,
@@ -42,12 +43,16 @@ def write_distill(folder: Path, **given: Any) -> Path:
 @pytest.mark.timeout(600)
 def test_killed_at_any_moment_it_ends_as_if_it_had_never_been(tmp_path: Path) -> None:
     draws = random.Random(1)
-    config = write_distill(tmp_path, top_k=5, cross_entropy_share=0.3, **sampled())
+    config = write_distill(
+        tmp_path, top_k=5, cross_entropy_share=0.3, record_steps=16, **sampled()
+    )
     given = yaml.safe_load(config.read_text())
     given["teacher"]["device_mapping"] = [1, 2]  # one rank with both, one with each alone
     config.write_text(yaml.safe_dump(given))
     finish(config, "whole")
     whole = result(tmp_path / "whole")
+    told = replayed_without_difference(tmp_path / "whole", 16)
+    assert {("rows", "divergence"), ("losses", "divergence"), ("losses", "grad_norm")} < told
     assert [line["step"] for line in whole[1] if "loss" in line] == list(range(STEPS))
     assert all(line["teacher_mb"] > 0 for line in whole[1] if "loss" in line)
     scores = {line["step"]: line["val/score"] for line in whole[1] if "val/score" in line}
@@ -81,8 +86,10 @@ def test_each_divergence_gives_the_same_gradients_on_any_world_wherever_the_teac
 
 @pytest.mark.timeout(400)
 def test_the_shipped_config_comes_near_its_teacher(tmp_path: Path) -> None:
-    teacher = write_sft(tmp_path, max_steps=40, batch_size=32)
+    teacher = write_sft(tmp_path, max_steps=40, batch_size=32, record_steps=36)
     finish(teacher, "teacher")
+    told = replayed_without_difference(tmp_path / "teacher", 36)
+    assert {("inputs", "labels"), ("rows", "loss"), ("losses", "loss")} < told
     config = write_distill(
         tmp_path,
         teacher={"model": {"path": str(tmp_path / "teacher" / "model")}},

@@ -11,6 +11,7 @@ import yaml
 
 from roll_td.trackers import read_metrics
 from tests.dist.harness import roll_td_run
+from tests.dist.test_replay import replayed_without_difference
 from tests.dist.test_sft import (
     START_S,
     TINY,
@@ -39,9 +40,12 @@ def write_dpo(folder: Path, **given: Any) -> Path:
 @pytest.mark.timeout(600)
 def test_killed_at_any_moment_it_ends_as_if_it_had_never_been(tmp_path: Path) -> None:
     draws = random.Random(0)
-    config = write_dpo(tmp_path)
+    config = write_dpo(tmp_path, record_steps=20)
     finish(config, "whole")
     whole = result(tmp_path / "whole")
+    told = replayed_without_difference(tmp_path / "whole", 20)
+    of_rows = {("rows", name) for name in ("reference", "answers", "reward", "margin", "loss")}
+    assert of_rows | {("losses", "reward_margin"), ("losses", "grad_norm")} < told
     assert [line["step"] for line in whole[1] if "loss" in line] == list(range(STEPS))
     kinds = {"driver": range(4, 9), "worker": range(9, 15), "checkpoint": range(0)}
     for kind, steps in kinds.items():

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from roll_td.config.replay import record_path
-from roll_td.pipelines.recording import Record
+from roll_td.pipelines.recording import RolloutRecord
 from tests.dist.harness import Job
 from tests.dist.test_rlvr import write_rlvr
 from tests.dist.test_sft import START_S, finish
@@ -26,6 +26,9 @@ ALGORITHM = {
 }
 CODE = {"name": "code", "weight": 0.1, "settings": {"part": "text"}}
 STAGES = {"rewards", "scores", "advantages", "log-probs", "losses"}
+"""Of RLVR."""
+OF_TEXT = {"inputs", "rows", "losses"}
+"""Of the others."""
 
 
 def replayed(run: Path, step: int, *arguments: str) -> str:
@@ -38,7 +41,14 @@ def replayed(run: Path, step: int, *arguments: str) -> str:
 def rows(out: str) -> dict[tuple[str, str], str]:
     """(stage, column) → the rest of its line."""
     lines = [line.split(maxsplit=5) for line in out.splitlines()]
-    return {(line[0], line[1]): line[-1] for line in lines if line and line[0] in STAGES}
+    return {(line[0], line[1]): line[-1] for line in lines if line and line[0] in STAGES | OF_TEXT}
+
+
+def replayed_without_difference(run: Path, step: int) -> set[tuple[str, str]]:
+    """The (stage, column) of what was compared of a step, and all of it was equal."""
+    out = replayed(run, step)
+    assert "no difference" in out and "no weights" not in out, out
+    return set(rows(out))
 
 
 @needs_namespaces
@@ -70,7 +80,7 @@ def test_a_step_is_done_again_and_what_differs_is_found(tmp_path: Path) -> None:
         assert rows(out)["losses", f"actor/{column}"] == "equal"
     assert "no difference" in replayed(run, 0), "from the weights of the model"
 
-    record = Record.load(record_path(run, 2))
+    record = RolloutRecord.load(record_path(run, 2))
     sample = int(record.columns["sample_id"][1])
     out = replayed(run, 2, "--sample", str(sample))
     assert "no difference" in out and f"response: {record.columns['response'][1]!r}" in out

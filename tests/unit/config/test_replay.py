@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from roll_td.config.base import role_sections
 from roll_td.config.load import load, resolved_yaml
-from roll_td.config.replay import OnPolicyReplayConfig, record_path, write_replay_config
+from roll_td.config.replay import (
+    DistillReplayConfig,
+    DPOReplayConfig,
+    OnPolicyReplayConfig,
+    SFTReplayConfig,
+    record_path,
+    write_replay_config,
+)
 from roll_td.config.rlvr import RLVRConfig
 
 ROOT = Path(__file__).parents[3]
@@ -73,6 +82,45 @@ def test_teachers_and_judges_stand_there_too(
     assert isinstance(made, OnPolicyReplayConfig) and made.replay.step == 3
     roles = [made.teachers["default"], made.judges["j"]]
     assert [role.device_mapping for role in roles] == [[0]] * 2 and made.num_gpus_per_node == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "cls", "overrides"),
+    [
+        (
+            "sft",
+            SFTReplayConfig,
+            [
+                "prompts={train: configs/sft/tiny/train.jsonl, messages_key: messages}",
+                "rewards.default={name: format, settings: {pattern: a}}",
+                "actor_train.device_mapping=0-3",
+            ],
+        ),
+        ("dpo", DPOReplayConfig, ["reference_cache=cache", "reference.device_mapping=2-5"]),
+        (
+            "distill",
+            DistillReplayConfig,
+            ["student.device_mapping=0-3", "teacher.device_mapping=0-3"],
+        ),
+    ],
+)
+def test_training_on_a_data_set_too_without_what_it_is_tried_on(
+    name: str,
+    cls: type[Any],
+    overrides: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(ROOT)
+    config = load(ROOT / "configs" / name / "tiny.yaml", overrides)
+    (tmp_path / "config.yaml").write_text(resolved_yaml(config), encoding="utf-8")
+    record_path(tmp_path, 3).parent.mkdir()
+    record_path(tmp_path, 3).touch()
+    made = load(write_replay_config(str(tmp_path), 3, None))
+    assert isinstance(made, cls) and made.prompts is None and made.actor_infer is None
+    roles = role_sections(vars(made)).values()
+    assert [(role.device_mapping, role.world_size) for role in roles] == [([0], 1)] * len(roles)
+    assert getattr(made, "reference_cache", None) is None and made.record_steps is None
 
 
 def test_what_is_not_there_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

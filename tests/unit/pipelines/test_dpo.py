@@ -16,8 +16,10 @@ from roll_td import DataProto, Dispatch, Sum, Worker, register
 from roll_td.config.base import WorkerConfig
 from roll_td.config.dpo import DPOConfig
 from roll_td.config.model import ModelConfig, TrainingConfig
+from roll_td.config.replay import record_path
 from roll_td.config.schema import ConfigError, read
 from roll_td.pipelines.dpo import DPOPipeline, fingerprint, plan_over_pairs
+from roll_td.pipelines.recording import Record
 from roll_td.placement import planned_places
 from roll_td.plan import default_plan, token_plan
 from roll_td.runtime.inprocess import LocalJob
@@ -106,6 +108,27 @@ def test_each_pair_is_compared_with_its_own_reference_and_counts_once(tmp_path: 
     assert metrics["val/accuracy", 2] == 4 / 5
     losses = [math.log1p(math.exp(-0.1 * margin)) for margin in margins]
     assert metrics["val/loss", 2] == pytest.approx(sum(losses) / 5, rel=1e-5)
+
+
+def test_a_record_has_rewards_margins_and_losses_of_pairs(tmp_path: Path) -> None:
+    NoModel.asked.clear()
+    run(tmp_path, record_steps=2)
+    assert sorted(path.name for path in (tmp_path / "exp" / "records").iterdir()) == [
+        "step_0.pt",
+        "step_2.pt",
+    ]
+    assert sum(NoModel.asked) == 3 * 6 + 10, "recorded or not, the reference is asked once"
+    columns = Record.load(record_path(tmp_path / "exp", 2)).columns
+    assert columns["sample_id"].tolist() == [6, 6, 7, 7, 8, 8] == columns["group_id"].tolist()
+    # N21, as above; of what it is worth the end token is 2
+    ones = (columns["labels"] == 22).sum(-1).tolist()
+    worth = [22 * count + 2 if count else 25 for count in ones]
+    assert columns["answers"].tolist() == worth
+    assert columns["reward"].tolist() == pytest.approx([0.09 * value for value in worth])
+    margins = [0.09 * (worth[row] - 25) for row in (0, 2, 4) for _ in range(2)]
+    assert columns["margin"].tolist() == pytest.approx(margins, rel=1e-5, abs=1e-6)
+    losses = [math.log1p(math.exp(-margin)) for margin in margins]
+    assert columns["loss"].tolist() == pytest.approx(losses, rel=1e-5)
 
 
 def test_the_reference_is_asked_once_and_then_its_file(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from roll_td.config.algorithm import AlgorithmConfig
 from roll_td.config.replay import record_path, write_replay_config
 from roll_td.metrics import Mean
 from roll_td.pipelines.estimating import Estimator
-from roll_td.pipelines.recording import Record, Recorder
+from roll_td.pipelines.recording import Record, Recorder, RolloutRecord
 from roll_td.protocol import DataProto
 
 
@@ -39,7 +39,7 @@ def test_what_is_recorded_is_read_again(tmp_path: Path) -> None:
         "step_0.pt",
         "step_2.pt",
     ]
-    read = Record.load(record_path(tmp_path, 2))
+    read = RolloutRecord.load(record_path(tmp_path, 2))
     assert (read.step, read.kl_coefficient, read.parts) == (2, 0.25, [[3], [5]])
     assert read.metrics == {"actor": [{"loss": 0.5}]} and read.estimator == estimator.state_dict()
     assert read.sampled_mask.tolist() == [[True, False], [True, True]]
@@ -52,14 +52,12 @@ def test_an_answer_that_is_not_in_a_step_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ids = torch.tensor([40, 12, 13, 14, 15, 41])
-    record = Record(9, {"sample_id": ids}, torch.zeros(6, 1), {}, 0.0, [], {})
+    record = Record(9, {"sample_id": ids}, {})
     record.check_sample(40)
     run = run_of(tmp_path)
     record.save(record_path(run, 9))
     assert main(["replay", str(run), "--step", "9", "--sample", "16"]) == 1
-    told = (
-        "step 9 has no answer of sample_id 16: it has 6, from 12 to 41, the nearest 12, 13, 14, 15"
-    )
+    told = "step 9 has no row of sample_id 16: it has 6, from 12 to 41, the nearest 12, 13, 14, 15"
     assert told in capsys.readouterr().err
 
 
@@ -109,5 +107,7 @@ def test_what_can_not_be_replayed_is_told(
     assert main(["replay", str(tmp_path), "--step", "3"]) == 1
     assert "has no record of step 3" in capsys.readouterr().err
     run_of(tmp_path, pipeline_cls="my.Own")
-    with pytest.raises(ValueError, match=r"is of my\.Own: roll_td.*RLVRPipeline and roll"):
+    with pytest.raises(
+        ValueError, match=r"is of my\.Own: what is replayed is roll_td.*RLVRPipeline, roll"
+    ):
         write_replay_config(str(tmp_path), 0, None)
