@@ -13,7 +13,7 @@ from roll_td.report.spans import read_starts
 from tests.dist.harness import roll_td_run
 from tests.dist.test_replay import replayed_without_difference
 from tests.dist.test_rlvr import STEPS, write_rlvr
-from tests.dist.test_sft import START_S, finish, kill_three_times, result
+from tests.dist.test_sft import START_S, finish, finish_killed, kill_somewhere, result
 
 ROUNDS = int(os.environ.get("ROLL_TD_KILL_ROUNDS", "1"))
 WARMUP = 2
@@ -53,7 +53,7 @@ def overlap(folder: Path, one: str, other: str) -> bool:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(ROUNDS))
-def test_killed_at_any_moment_it_ends_as_if_it_had_never_been(seed: int, tmp_path: Path) -> None:
+def test_killed_it_ends_as_if_it_had_never_been(seed: int, tmp_path: Path) -> None:
     draws = random.Random(seed)
     config = write_ppo(tmp_path, record_steps=9)
     finish(config, "whole")
@@ -68,7 +68,8 @@ def test_killed_at_any_moment_it_ends_as_if_it_had_never_been(seed: int, tmp_pat
     again = {("log-probs", "values"), ("advantages", "returns"), ("losses", "actor/loss")}
     critics = {("losses", f"critic/{name}") for name in ("loss", "grad_norm", "value_error")}
     assert again | critics < told
-    kill_three_times(config, draws)
+    kill_somewhere(config, "killed", "checkpoint", draws, range(0))
+    finish_killed(config)
     assert result(tmp_path / "killed") == (weights, metrics)
 
 

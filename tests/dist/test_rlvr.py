@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.dist.test_sft import START_S, finish, kill_three_times, result
+from tests.dist.test_sft import START_S, finish, finish_killed, kill_somewhere, result
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 STEPS = 12
@@ -72,7 +72,10 @@ def test_killed_at_any_moment_it_ends_as_if_it_had_never_been(seed: int, tmp_pat
     trained = [line for line in metrics if "actor/loss" in line]
     assert [line["step"] for line in trained] == list(range(STEPS))
     assert len({line["actor/kl_coefficient"] for line in trained}) == STEPS, "it adapts"
-    kill_three_times(config, draws)
+    kinds = {"driver": range(3, 5), "worker": range(5, 8), "checkpoint": range(0)}
+    for kind, steps in kinds.items():
+        kill_somewhere(config, "killed", kind, draws, steps)
+    finish_killed(config)
     assert result(tmp_path / "killed") == (weights, metrics)
 
 

@@ -123,14 +123,6 @@ def kill_somewhere(config: Path, name: str, kind: str, draws: random.Random, ste
     assert job.finish(START_S).code != 0
 
 
-def kill_three_times(config: Path, draws: random.Random) -> None:
-    """Kill driver and worker of the run `killed`, and either in a checkpoint; let it end then."""
-    kinds = {"driver": range(3, 5), "worker": range(5, 8), "checkpoint": range(0)}
-    for kind, steps in kinds.items():
-        kill_somewhere(config, "killed", kind, draws, steps)
-    finish_killed(config)
-
-
 LIMITED = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))  # of a checkpoint's 600,000
