@@ -57,7 +57,7 @@ def test_killed_it_ends_as_if_it_had_never_been(tmp_path: Path) -> None:
     assert all(line["teacher_mb"] > 0 for line in whole[1] if "loss" in line)
     scores = {line["step"]: line["val/score"] for line in whole[1] if "val/score" in line}
     assert sorted(scores) == [0, 6, 12, 18, 20] and len(set(scores.values())) > 1
-    kill_somewhere(config, "killed", "worker", draws, range(5, 10))
+    kill_somewhere(config, "killed", "worker", draws, range(9, 15))
     finish_killed(config)
     assert result(tmp_path / "killed") == whole
 

@@ -47,7 +47,7 @@ def test_killed_it_ends_as_if_it_had_never_been(tmp_path: Path) -> None:
     of_rows = {("rows", name) for name in ("reference", "answers", "reward", "margin", "loss")}
     assert of_rows | {("losses", "reward_margin"), ("losses", "grad_norm")} < told
     assert [line["step"] for line in whole[1] if "loss" in line] == list(range(STEPS))
-    kill_somewhere(config, "killed", "driver", draws, range(4, 15))
+    kill_somewhere(config, "killed", "driver", draws, range(9, 15))
     finish_killed(config)
     assert result(tmp_path / "killed") == whole
     # what is kept on disk is what is computed step by step, up to rounding, twice over
