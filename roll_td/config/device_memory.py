@@ -46,10 +46,12 @@ class DeviceMemory:
     def peak_mb(self) -> float:
         """All that stays, and the most that one role holds beside it; with offloads the most that
         one takes, or that two have that stays."""
-        stays = sorted(role.resident_mb for role in self.roles.values())
+        kept = sum(role.kept_mb for role in self.roles.values())
+        others = [role.without_kept() for role in self.roles.values()]
+        stays = sorted(role.resident_mb for role in others)
         if self.offloads:
-            return max(*(role.peak_mb for role in self.roles.values()), sum(stays[-2:]))
-        return sum(stays) + max(role.working_mb for role in self.roles.values())
+            return kept + max(*(role.peak_mb for role in others), sum(stays[-2:]))
+        return kept + sum(stays) + max(role.working_mb for role in others)
 
 
 def memory_by_device(config: BaseConfig) -> tuple[list[DeviceMemory], list[str]]:
@@ -57,9 +59,9 @@ def memory_by_device(config: BaseConfig) -> tuple[list[DeviceMemory], list[str]]
 
     Roles whose strategy has no model are left out.
     """
-    known: dict[str, RoleMemory] = {}
+    on_cpus: list[dict[str, RoleMemory]] = []
     unknown = []
-    by_device: dict[int, list[str]] = {}
+    by_device: dict[int, dict[str, RoleMemory]] = {}
     for name, role in roles(config).items():
         try:
             memory = role_memory(config, role)
@@ -67,26 +69,28 @@ def memory_by_device(config: BaseConfig) -> tuple[list[DeviceMemory], list[str]]
             unknown.append(f"memory of {name} is not known: {error}")
             continue
         if memory is not None:
-            known[name] = memory
             assert role.strategy_args is not None, "it has a model"
-            devices = role.device_mapping if isinstance(role.device_mapping, list) else []
-            step = 1 if role.strategy_args.row.spreads else role.num_gpus_per_worker
-            for device in devices[::step]:
-                by_device.setdefault(device, []).append(name)
+            if not isinstance(role.device_mapping, list):
+                on_cpus.append({name: memory})
+                continue
+            for place, device in enumerate(role.device_mapping):
+                is_first = place % role.num_gpus_per_worker == 0
+                if is_first or role.strategy_args.row.spreads:
+                    here = memory if is_first else memory.without_kept()
+                    by_device.setdefault(device, {})[name] = here
     offloads = bool(getattr(config, "offload", False))
-    alike: dict[tuple[str, ...], list[int]] = {}
-    for device, names in sorted(by_device.items()):
-        alike.setdefault(tuple(names), []).append(device)
-    on_cpus = [(name,) for name in known if not any(name in names for names in alike)]
-    taken = [
-        DeviceMemory(tuple(alike.get(names, ())), {name: known[name] for name in names}, offloads)
-        for names in [*alike, *on_cpus]
-    ]
-    return taken, unknown
+    alike: dict[tuple[tuple[str, RoleMemory], ...], list[int]] = {}
+    for device, taken in sorted(by_device.items()):
+        alike.setdefault(tuple(taken.items()), []).append(device)
+    return [
+        *(DeviceMemory(tuple(devices), dict(taken), offloads) for taken, devices in alike.items()),
+        *(DeviceMemory((), taken, offloads) for taken in on_cpus),
+    ], unknown
 
 
 def role_memory(config: BaseConfig, role: WorkerConfig) -> RoleMemory | None:
-    """What a role takes of one device; None without a model. ValueError if it can't be told."""
+    """What a role takes of the first device of a worker; None without a model. ValueError if it
+    can't be told."""
     row = role.strategy_args.row if role.strategy_args else None
     if row is None or row.memory is None:
         return None
@@ -161,6 +165,8 @@ def _way_out(config: BaseConfig, of: dict[str, RoleMemory]) -> str:
         fix = f"lower {name}.training.micro_batch_size or max_tokens_per_micro_batch"
         if not role.training.gradient_checkpointing:
             fix += f", set {name}.training.gradient_checkpointing: true"
+    elif part == "weights_mb" and of[name].kept_mb:
+        fix = f"set {name}.strategy_args.strategy_config.weights_on: host"
     else:
         fix = f"shard {name} over more devices"
         fix += ", train adapters (model.lora)" if role.strategy_args.row.trains else ""

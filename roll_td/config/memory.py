@@ -13,7 +13,7 @@ arXiv:2205.14135), by which tensors autograd was seen to keep.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from roll_td.config.base import WorkerConfig
 from roll_td.config.model import ModelConfig, TrainingConfig
@@ -97,6 +97,9 @@ class RoleMemory:
     checkpoint_mb: float
     """In host memory while an asynchronous checkpoint is written: a copy of what is trained and of
     the moments. No part of the peak of a device; a rank without one holds it beside its own."""
+    kept_mb: float = 0.0
+    """Of weights_mb what is on the first device of a worker alone, and stays when it is offloaded:
+    a copy of which its engine takes its own."""
 
     @property
     def resident_mb(self) -> float:
@@ -108,6 +111,10 @@ class RoleMemory:
         """What stays, and the most beside it."""
         return self.resident_mb + self.working_mb
 
+    def without_kept(self) -> RoleMemory:
+        """On further devices of a worker."""
+        return replace(self, weights_mb=self.weights_mb - self.kept_mb, kept_mb=0.0)
+
     @classmethod
     def of(
         cls,
@@ -117,12 +124,14 @@ class RoleMemory:
         share: float = ALLOCATOR_SHARE,
         reserved: float = 0,
         checkpoint: float = 0,
+        kept: float = 0,
     ) -> RoleMemory:
         """From bytes that stay, all moments at which the most may be held, the allocator's share
-        of it, bytes that are reserved for keys and values, and of the copy for a checkpoint."""
+        of it, bytes that are reserved for keys and values, of the copy for a checkpoint, and of
+        the weights what is kept beside these."""
         most = max(moment.total for moment in moments) / MB
         return cls(
-            weights_mb=weights / MB,
+            weights_mb=(weights + kept) / MB,
             optimizer_mb=optimizer / MB,
             gradients_mb=max(moment.gradients for moment in moments) / MB,
             activations_mb=max(moment.activations for moment in moments) / MB,
@@ -132,6 +141,7 @@ class RoleMemory:
             working_mb=most * (1 + share),
             reserved_mb=reserved / MB,
             checkpoint_mb=checkpoint / MB,
+            kept_mb=kept / MB,
         )
 
 
@@ -182,15 +192,17 @@ def hf(role: WorkerConfig, model: ModelConfig, size: ModelSize, load: Load) -> R
 
 
 def vllm(role: WorkerConfig, model: ModelConfig, size: ModelSize, load: Load) -> RoleMemory:
-    """Of each device of an engine of vLLM, over which its weights are cut. Keys and values have
-    kv_cache_memory_bytes, or what weights and a step leave of gpu_memory_utilization; a step is
-    taken to hold what transformers holds in a layer, and three times the logits of all samples.
+    """Of the first device of an engine of vLLM, over which its weights are cut; weights_on=device
+    keeps all of them there once more. Keys and values have kv_cache_memory_bytes, or what weights
+    and a step leave of gpu_memory_utilization; a step is taken to hold what transformers holds in a
+    layer, and three times the logits of all samples.
 
     ValueError if there is neither that nor the size of a device.
     """
     assert role.strategy_args is not None
-    given, width = role.strategy_args.settings.engine_args, DTYPE_BYTES[model.dtype]
-    weights = size.parameters * width / role.num_gpus_per_worker
+    settings, width = role.strategy_args.settings, DTYPE_BYTES[model.dtype]
+    given, weights = settings.engine_args, size.parameters * width / role.num_gpus_per_worker
+    kept = size.parameters * width if settings.weights_on == "device" else 0
     cache, share = given.get("kv_cache_memory_bytes"), given.get("gpu_memory_utilization")
     if cache is None and load.device_gb is None:
         raise ValueError(
@@ -204,8 +216,8 @@ def vllm(role: WorkerConfig, model: ModelConfig, size: ModelSize, load: Load) ->
         assert load.device_gb is not None, "looked at above"
         whole = (share or VLLM_SHARE) * load.device_gb * 1024 * MB
         cache = max(0.0, whole - weights - step.total)
-        return RoleMemory.of(weights, 0, [step], share=0, reserved=cache)
-    return RoleMemory.of(weights, 0, [step], reserved=cache)
+        return RoleMemory.of(weights, 0, [step], share=0, reserved=cache, kept=kept)
+    return RoleMemory.of(weights, 0, [step], reserved=cache, kept=kept)
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,9 @@ class VllmConfig:
     lora: Literal["merged", "adapters"] = "merged"
     """How what model.lora has trained comes: in whole weights, or alone, for an engine that has
     read model.path itself and adds the adapters to it as it computes. Far fewer bytes each time."""
+    weights_on: Literal["host", "device"] = "host"
+    """Where new weights wait for the engine, a whole copy that stays, also while it is offloaded:
+    in host memory, or on the worker's GPU, where the engine's processes see it by CUDA IPC."""
     sleep_level: Literal[1, 2] = 1
     """What offload_states gives up: 1 the keys and values, with the weights moved to host memory on
     a GPU; 2 the weights too, so that new ones have to come before the next answer."""
@@ -117,6 +120,9 @@ class VllmConfig:
         if self.lora == "adapters" and self.sleep_level == 2:
             rule, fix = "drops weights of which lora=adapters brings no new ones", "set it to 1"
             problems.append(Problem("sleep_level", "2", rule, fix))
+        if self.lora == "adapters" and self.weights_on == "device":
+            rule, fix = "is for whole weights, and lora=adapters brings none", "set it to host"
+            problems.append(Problem("weights_on", "device", rule, fix))
         if self.request_timeout_s <= 0:
             given = repr(self.request_timeout_s)
             problems.append(Problem("request_timeout_s", given, "must be above 0 seconds", ""))

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from inspect import signature
 from multiprocessing import get_context
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from roll_td.config.load import load
 from roll_td.config.model import LoraConfig, ModelConfig
@@ -20,10 +23,12 @@ from roll_td.models import adapter_weights, load_model
 from roll_td.strategies.exchange import Weight
 from roll_td.strategies.vllm import adapters
 from roll_td.strategies.vllm.process import end_group
-from roll_td.strategies.vllm.shared import SharedWeights
-from tests.vllm.conftest import FIELDS
+from roll_td.strategies.vllm.shared import Handle, SharedWeights, for_engine
+from roll_td.strategies.vllm.strategy import VllmInfer
+from tests.vllm.conftest import FIELDS, context
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
 
 def test_further_settings_are_the_engines() -> None:
@@ -60,6 +65,25 @@ def test_settings_that_others_say_are_refused() -> None:
         "strategy_config.sleep_level=2: drops weights of which lora=adapters brings no new ones; "
         "set it to 1",
     ]
+    with pytest.raises(ConfigError, match="weights_on=device: is for whole weights, and lora=ad"):
+        StrategyArgs("vllm", {"lora": "adapters", "weights_on": "device"})
+
+
+def test_on_a_cpu_weights_wait_in_host_memory() -> None:
+    said = "role infer: strategy_config.weights_on=device, and its worker 0 has no GPU; set weig"
+    with pytest.raises(ValueError, match=said):
+        VllmInfer(context(1, FIELDS, weights_on="device"))
+    on_gpu = replace(context(1, FIELDS, weights_on="device"), device=torch.device("cuda", 1))
+    assert VllmInfer(on_gpu)._weights_on == torch.device("cuda", 1)
+    assert VllmInfer(context(1, FIELDS))._weights_on == torch.device("cpu")
+
+
+def test_a_handle_of_a_gpus_memory_names_the_engines_first_device() -> None:
+    names = list(signature(rebuild_cuda_tensor).parameters)
+    function, arguments = for_engine((rebuild_cuda_tensor, tuple(range(100, 100 + len(names)))))
+    assert function is rebuild_cuda_tensor
+    given = dict(zip(names, range(100, 100 + len(names)), strict=True)) | {"storage_device": 0}
+    assert dict(zip(names, arguments, strict=True)) == given
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft's
@@ -95,12 +119,15 @@ def test_the_quick_starts_variant_is_the_quick_start(monkeypatch: pytest.MonkeyP
     assert variant == plain
 
 
-def _double(path: str, weights: dict[str, Weight]) -> None:
-    for tensor in SharedWeights(path, weights).state_dict().values():
+def _double(handle: Handle, weights: dict[str, Weight]) -> None:
+    shared = SharedWeights.at(handle, weights)
+    for tensor in shared.state_dict().values():
         tensor.mul_(2)
+    shared.settle()
 
 
-def test_weights_are_shared_with_another_process() -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=NEEDS_GPU)])
+def test_weights_are_shared_with_another_process(device: str) -> None:
     draws = torch.Generator().manual_seed(0)
     tensors = {
         "a": torch.randn(3, 5, generator=draws),
@@ -109,17 +136,19 @@ def test_weights_are_shared_with_another_process() -> None:
         "none": torch.empty(0, 3),
         "c": torch.arange(6).view(2, 3),
     }
-    shared = SharedWeights.holding(tensors)
+    shared = SharedWeights.holding(tensors, torch.device(device))
+    shared.settle()
     before = set(os.listdir("/dev/shm"))
-    process = get_context("spawn").Process(target=_double, args=(shared.path, shared.weights))
+    process = get_context("spawn").Process(target=_double, args=(shared.handle, shared.weights))
     process.start()
     process.join()
     assert process.exitcode == 0
     assert list(shared.state_dict()) == list(tensors)
     for name, tensor in tensors.items():
-        assert torch.equal(shared[name], 2 * tensor), name
+        assert torch.equal(shared[name].cpu(), 2 * tensor), name
         assert shared[name].dtype == tensor.dtype
-    assert set(os.listdir("/dev/shm")) == before, "it has no name"
+    if device == "cpu":
+        assert set(os.listdir("/dev/shm")) == before, "it has no name"
 
 
 CHILD = """

@@ -28,7 +28,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from roll_td.config.strategies import unknown_argument
 from roll_td.strategies.exchange import Weight
-from roll_td.strategies.vllm.shared import SharedWeights
+from roll_td.strategies.vllm.shared import Handle, SharedWeights
 
 ON_CPU = {
     "enforce_eager": True,
@@ -51,9 +51,9 @@ class WeightsExtension:
     shared_weights: SharedWeights
     emptied: list[tuple[torch.UntypedStorage, int]]
 
-    def share_weights(self, path: str, weights: dict[str, Weight]) -> None:
-        """See the weights that a SharedWeights at `path` holds."""
-        self.shared_weights = SharedWeights(path, weights)
+    def share_weights(self, handle: Handle, weights: dict[str, Weight]) -> None:
+        """See the weights that a SharedWeights with this handle holds."""
+        self.shared_weights = SharedWeights.at(handle, weights)
 
     def begin_loading(self) -> None:
         """What load_weights gives from now on is the model's."""
@@ -68,7 +68,7 @@ class WeightsExtension:
             self.model_runner.model.load_weights(weights)
 
     def finish_loading(self) -> None:
-        """All weights have come."""
+        """All weights have come; they may be overwritten when this returns."""
         with set_current_vllm_config(self.vllm_config):
             model = self.model_runner.model
             finalize_layerwise_reload(model, self.vllm_config.model_config)
@@ -79,6 +79,7 @@ class WeightsExtension:
                 if weight is not None and id(weight) in seen:
                     layer.quant_method.process_weights_after_loading(layer)
                 seen.add(id(weight))
+        self.shared_weights.settle()
 
     def empty_cache(self) -> None:
         """Give the memory of keys and values back. On CPUs, where vLLM has no sleep mode."""
@@ -134,9 +135,9 @@ class Engine:
         self._llm = vllm.LLMEngine.from_engine_args(engine_args)
         return int(self._llm.model_config.max_model_len)
 
-    def share_weights(self, path: str, weights: dict[str, Weight]) -> None:
+    def share_weights(self, handle: Handle, weights: dict[str, Weight]) -> None:
         """Where weights will come from."""
-        self._llm.collective_rpc("share_weights", args=(path, weights))
+        self._llm.collective_rpc("share_weights", args=(handle, weights))
 
     def begin_loading(self) -> None:
         """New weights will come. ValueError while requests are in flight and not held."""

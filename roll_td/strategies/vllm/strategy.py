@@ -25,7 +25,7 @@ from roll_td.strategies.exchange import VERSION, HoldsWeights, Part
 from roll_td.strategies.vllm import adapters
 from roll_td.strategies.vllm.process import EngineProcess
 from roll_td.strategies.vllm.serving import VllmEngine, require_room
-from roll_td.strategies.vllm.shared import SharedWeights
+from roll_td.strategies.vllm.shared import HOST, SharedWeights
 
 logger = logging.getLogger(__name__)
 STATES = {"model", "optimizer", "gradients"}
@@ -40,15 +40,22 @@ bind their own all take the first cores; it tells nobody of itself."""
 
 
 class VllmInfer(HoldsWeights, InferenceStrategy):
-    """An engine on each worker, in processes of its own. The weights lie in host memory beside it:
-    new ones come in there, and checkpoints are made of it. With lora=adapters these are the
-    adapters' weights alone."""
+    """An engine on each worker, in processes of its own. The weights lie beside it, where
+    weights_on says: new ones come in there, and checkpoints are made of it. With lora=adapters
+    these are the adapters' weights alone."""
 
     model: SharedWeights
 
     def __init__(self, context: StrategyContext) -> None:
+        """ValueError for weights_on=device on a CPU."""
         super().__init__(context)
         self._config: VllmConfig = self.settings or VllmConfig()
+        self._weights_on = HOST if self._config.weights_on == "host" else context.device
+        if self._config.weights_on == "device" and context.device == HOST:
+            raise ValueError(
+                f"role {context.role}: strategy_config.weights_on=device, and its worker "
+                f"{context.rank_info.rank} has no GPU; set weights_on: host"
+            )
         self._lacks = ""
         self._is_asleep = False
         self.engine: VllmEngine | None = None
@@ -77,7 +84,7 @@ class VllmInfer(HoldsWeights, InferenceStrategy):
         if any(parameter.is_meta for parameter in model.parameters()):
             raise ValueError("the model provider left weights on the meta device; load them")
         kind = models.adapter_weights if self._adds_adapters else models.full_weights
-        self.model = SharedWeights.holding(dict(kind(model)))
+        self.model = SharedWeights.holding(dict(kind(model)), self._weights_on)
         self._ends = _end_tokens(model)
         if config.tokenizer:
             self._ends |= {models.load_tokenizer(config).eos_token_id} - {None}
@@ -156,7 +163,7 @@ class VllmInfer(HoldsWeights, InferenceStrategy):
             for part in parts
             if part.start + part.values.numel() == self.model[part.name].numel()
         ]
-        self._loads += self._engine.submit("load_weights", [(ended,)])
+        self._begin_loads(ended)
 
     def process_weights_after_loading(self, version: int) -> None:
         """As HoldsWeights has it; what the engine's caches have of the old weights is gone."""
@@ -231,7 +238,7 @@ class VllmInfer(HoldsWeights, InferenceStrategy):
         """Have the engine's process make it, with the weights that lie here."""
         self._most_tokens = self._call("start", self._arguments())
         if not self._adds_adapters:
-            self._call("share_weights", self.model.path, self.model.weights)
+            self._call("share_weights", self.model.handle, self.model.weights)
         self._load_all()
 
     def _checkpoint(self) -> dict[str, Tensor]:
@@ -246,8 +253,13 @@ class VllmInfer(HoldsWeights, InferenceStrategy):
             self._call("load_adapters", str(folder))
             return
         self._call("begin_loading")
-        self._loads = self._engine.submit("load_weights", [(list(self.model.weights),)])
+        self._loads = []
+        self._begin_loads(list(self.model.weights))
         self._finish_loading()
+
+    def _begin_loads(self, names: list[str]) -> None:
+        self.model.settle()
+        self._loads += self._engine.submit("load_weights", [(names,)])
 
     def _finish_loading(self) -> None:
         for load in self._loads:

@@ -149,6 +149,28 @@ def test_an_engine_of_vllm_keeps_what_it_has_reserved() -> None:
     )
 
 
+def test_weights_that_wait_on_a_device_are_on_the_first_of_an_engine_and_stay() -> None:
+    own = {"kv_cache_memory_bytes": GB, "weights_on": "device"}
+    args = {"strategy_name": "vllm", "strategy_config": own}
+    roles = {"infer": role("vllm", "0-3", num_gpus_per_worker=2) | {"strategy_args": args}}
+    found, _ = memory_by_device(config(roles))
+    assert [some.devices for some in found] == [(0, 2), (1, 3)]
+    first, second = (some.roles["infer"] for some in found)
+    copy_mb = SIZE.parameters * 4 / 2**20
+    assert second.weights_mb == copy_mb / 2 and second.kept_mb == 0
+    assert first.weights_mb == copy_mb + copy_mb / 2
+    assert first.resident_mb - second.resident_mb == first.kept_mb == copy_mb
+    with_others = {"infer": first, "a": takes(10, 20000), "b": takes(20, 3)}
+    assert DeviceMemory((0,), with_others).peak_mb == first.resident_mb + 30 + 20000
+    assert DeviceMemory((0,), with_others, offloads=True).peak_mb == copy_mb + 20010
+    (problem,) = memory_problems(config(roles, device_memory_gb=1.2), found[:1])
+    assert problem.fix == "lower infer.strategy_args.strategy_config.kv_cache_memory_bytes"
+    roles["infer"]["strategy_args"]["strategy_config"]["kv_cache_memory_bytes"] = 1 << 20
+    made = config(roles, device_memory_gb=0.1)
+    problems = memory_problems(made, memory_by_device(made)[0])
+    assert problems[0].fix == "set infer.strategy_args.strategy_config.weights_on: host"
+
+
 def test_an_engine_of_vllm_takes_its_share_of_a_device() -> None:
     args = {"strategy_name": "vllm", "strategy_config": {"gpu_memory_utilization": 0.8}}
     roles = {
