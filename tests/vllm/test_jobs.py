@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -16,7 +17,8 @@ from tests.dist.harness import HERE as DIST
 from tests.dist.harness import Ended, roll_td_run, write_config
 from tests.dist.test_async import lines, spans, write_async
 from tests.dist.test_rlvr import write_rlvr
-from tests.vllm.conftest import ENGINE, FIELDS, HERE, NEEDS_VLLM, TOKENIZER
+from tests.dist.test_sft import result
+from tests.vllm.conftest import ENGINE, FIELDS, HERE, NEEDS_VLLM, TOKENIZER, strong
 
 pytestmark = NEEDS_VLLM
 START_S = 280
@@ -51,15 +53,14 @@ def test_ten_updates_on_shared_and_disjoint_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(300)
 def test_an_engine_adds_adapters_that_come_alone(tmp_path: Path) -> None:
-    """To a model that it has read itself, on a rank that trains them and on another."""
+    """To a model that it has read itself, on a rank that trains them and on two others."""
     load_model(ModelConfig(config=FIELDS), 3).save_pretrained(tmp_path / "model")
     alone = ENGINE | {"max_model_len": 64, "lora": "adapters"}
+    vllm = {"strategy_name": "vllm", "strategy_config": alone}
     roles = {
         "train": {"device_mapping": [0, 1], "strategy_args": {"strategy_name": "fsdp2_train"}},
-        "adds": {
-            "device_mapping": [1, 2],
-            "strategy_args": {"strategy_name": "vllm", "strategy_config": alone},
-        },
+        "shared": {"device_mapping": [1], "strategy_args": vllm},
+        "apart": {"device_mapping": [2, 3], "num_gpus_per_worker": 2, "strategy_args": vllm},
     }
     for role in roles.values():
         role["worker_cls"] = "vllm_scenarios.Role"
@@ -105,6 +106,48 @@ def test_grpo_learns(tmp_path: Path) -> None:
     rewards = [line["reward/mean"] for line in lines if "reward/mean" in line]
     assert len(rewards) == 25
     assert mean(rewards[:3]) < 0.2 and mean(rewards[-3:]) > 0.6, rewards
+
+
+@pytest.mark.timeout(600)
+def test_adapters_learn_as_merged_ones_do_and_go_on_after_a_stop(tmp_path: Path) -> None:
+    """Cut after two steps a run ends bit for bit as undisturbed."""
+    sizes = {"head_dim": 32, "max_position_embeddings": 64}
+    strong(ModelConfig(config=FIELDS | sizes), 3).save_pretrained(tmp_path / "base")
+    base = {"path": str(tmp_path / "base"), "tokenizer": TOKENIZER}
+    runs = {}
+
+    def run(name: str, lora: str) -> None:
+        config = write_rlvr(
+            tmp_path,
+            model=base | {"lora": {"rank": 2, "alpha": 64}},
+            algorithm={"advantage": {"name": "grpo"}},
+            max_refills=0,
+            max_steps=4,
+            save_steps=2,
+            eval_steps=None,
+            actor_train={"device_mapping": [0], "training": {"learning_rate": 1.0e-2}},
+            actor_infer={
+                "strategy_args": {
+                    "strategy_name": "vllm",
+                    "strategy_config": ENGINE | {"lora": lora},
+                },
+                "generation": {"num_return_sequences": 3, "max_new_tokens": 6},
+            },
+        )
+        finish(config, f"exp_name={name}", f"export_dir={tmp_path / name / 'model'}")
+        runs[name] = result(tmp_path / name)
+
+    run("alone", "adapters")
+    shutil.copytree(tmp_path / "alone", tmp_path / "cut")
+    shutil.rmtree(max((tmp_path / "cut" / "checkpoints").glob("step_*")))
+    shutil.rmtree(tmp_path / "cut" / "model")
+    run("cut", "adapters")
+    assert runs["cut"] == runs["alone"]
+    run("merged", "merged")
+    for own, wanted in zip(runs["alone"][1], runs["merged"][1], strict=True):
+        size = "weights/actor_infer/megabytes"
+        assert own.pop(size, 0) < wanted.pop(size, 1)
+        assert own == pytest.approx(wanted, rel=1e-3, abs=1e-5)
 
 
 def write_answers(

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -159,3 +162,34 @@ def test_an_engine_that_dies_or_hangs_holds_nobody_up(
     if how == signal.SIGKILL:
         check_greedy(made, model, 2)  # it is started anew when it is needed
     made.close()
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("at_work", [True, False], ids=["at work", "at rest"])
+def test_a_worker_of_an_engine_that_dies_is_told_and_leaves_nothing(at_work: bool) -> None:
+    before = set(os.listdir("/dev/shm"))
+    made = VllmInfer(context(2, FIELDS))
+    made.initialize(strong)
+    engine = made.open_engine(GENERATION, SEED)
+    if at_work:
+        engine.submit(asked())
+    process = made._engine.process
+    workers = [int(entry.name) for entry in Path("/proc").glob("[0-9]*") if of(entry, process.pid)]
+    os.kill(workers[0], signal.SIGKILL)
+    while not at_work and Path(f"/proc/{workers[1]}").exists():
+        time.sleep(0.05)  # vLLM ends it with the other one
+    if not at_work:
+        engine.submit(asked())
+    failure = next(item for item in engine.ended() if isinstance(item, Failure))
+    assert "role infer, worker 0: one of the engine's workers has died; vLLM's" in failure.text
+    assert process.wait(10) == 1
+    made.close()
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def of(entry: Path, group: int) -> bool:
+    """Whether a process in /proc is a worker of the engine with this process group."""
+    with suppress(OSError):  # it has ended
+        is_worker = b"Worker" in (entry / "cmdline").read_bytes()
+        return is_worker and os.getpgid(int(entry.name)) == group
+    return False

@@ -39,15 +39,15 @@ def main() -> None:
             os._exit(0)
     from roll_td.strategies.vllm.engine import Engine
 
-    code = 0
+    made, code = Engine(Connection(socket)), 0
     try:
         with contextlib.suppress(EOFError, ConnectionError):  # the parent has ended
-            Engine(Connection(socket)).serve()
+            made.serve()
     except Exception:  # the process's edge
         traceback.print_exc()
         code = 1
     # vLLM's own processes have nothing to put in order, and it would take seconds over its garbage
-    end_group(engine)
+    end_group(engine, made.memory)
     os._exit(code)
 
 

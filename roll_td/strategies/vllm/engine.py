@@ -7,10 +7,12 @@ while it generates. TP: the engine's workers are processes of vLLM, children of 
 from __future__ import annotations
 
 import logging
+import os
 import traceback
 from collections.abc import Collection, Sequence
 from dataclasses import fields
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from roll_td.config.strategies import unknown_argument
 from roll_td.strategies.exchange import Weight
+from roll_td.strategies.vllm.process import shared_memory
 from roll_td.strategies.vllm.shared import Handle, SharedWeights
 
 ON_CPU = {
@@ -104,6 +107,9 @@ class Engine:
     def __init__(self, pipe: Connection) -> None:
         # it warns of layers without weights of their own at each update
         logging.getLogger("vllm.model_executor.model_loader.reload").setLevel(logging.ERROR)
+        self.memory: set[Path] = set()
+        """Shared memory that it began with: if one of its workers dies, vLLM lets go of it, and it
+        would be left over."""
         self._pipe = pipe
         self._llm: Any = None
         self._in_flight: set[int] = set()
@@ -133,6 +139,7 @@ class Engine:
         }
         engine_args = vllm.EngineArgs(**(defaults | arguments | fixed))
         self._llm = vllm.LLMEngine.from_engine_args(engine_args)
+        self.memory = shared_memory(os.getpgid(0))
         return int(self._llm.model_config.max_model_len)
 
     def share_weights(self, handle: Handle, weights: dict[str, Weight]) -> None:
@@ -254,14 +261,16 @@ class Engine:
             except (ValueError, VLLMClientError) as error:  # a process's edge: who asked is told
                 self._pipe.send((number, "ValueError", str(error)))
             except Exception:
-                self._pipe.send((number, "RuntimeError", traceback.format_exc()))
+                self._pipe.send((number, "RuntimeError", self._why()))
+                if self._is_broken:
+                    raise
 
     def _step(self) -> None:
         try:
             outputs = self._llm.step()
         except Exception:
             for number in self._in_flight:
-                self._pipe.send((number, "RuntimeError", traceback.format_exc()))
+                self._pipe.send((number, "RuntimeError", self._why()))
             raise
         for output in outputs:
             (answer,) = output.outputs
@@ -272,6 +281,17 @@ class Engine:
             assert len(log_probs) == len(answer.token_ids), "a log-prob for each token"
             answered = list(answer.token_ids), log_probs, answer.finish_reason
             self._answer(int(output.request_id), answered)
+
+    @property
+    def _is_broken(self) -> bool:
+        """Whether it has lost a worker: nothing can be asked of it any more."""
+        return self._llm is not None and getattr(self._llm.model_executor, "is_failed", False)
+
+    def _why(self) -> str:
+        """What to say of an exception that is none of the caller's."""
+        if self._is_broken:
+            return "one of the engine's workers has died; vLLM's line above says which, and how"
+        return traceback.format_exc()
 
     def _answer(self, number: int, answered: tuple[list[int], list[float], str]) -> None:
         self._in_flight.remove(number)

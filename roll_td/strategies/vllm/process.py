@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from multiprocessing import Pipe
 from pathlib import Path
@@ -153,21 +153,32 @@ def remove_folder(folder: str | Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def end_group(group: int) -> None:
+def end_group(group: int, memory: Iterable[Path] = ()) -> None:
     """Kill the processes of a process group, this one aside, and remove the shared memory that they
-    have: what they would remove themselves when they end in order."""
-    memory: set[Path] = set()
-    members = [int(entry.name) for entry in Path("/proc").glob("[0-9]*") if _group(entry) == group]
-    for pid in members:
-        with contextlib.suppress(OSError):  # it has ended
-            maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
-            memory |= {Path(line[line.index(SHARED) :]) for line in maps if SHARED in line}
-    for file in memory:  # before the end of those who tell of it: two may be at this
+    have, and this: what they would remove themselves when they end in order."""
+    members = _members(group)
+    # before the end of those who tell of it: two may be at this
+    for file in {*memory, *shared_memory(group)}:
         file.unlink(missing_ok=True)
     for pid in members:
         if pid != os.getpid():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+
+def shared_memory(group: int) -> set[Path]:
+    """The shared memory with a name that the processes of a process group have. By its inode: a
+    semaphore has had another name when it was mapped by who has made it."""
+    inodes: set[int] = set()
+    for pid in _members(group):
+        with contextlib.suppress(OSError):  # it has ended
+            maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+            inodes |= {int(line.split()[4]) for line in maps if SHARED in line}
+    return {Path(entry.path) for entry in os.scandir(SHARED) if entry.inode() in inodes}
+
+
+def _members(group: int) -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").glob("[0-9]*") if _group(entry) == group]
 
 
 def _group(entry: Path) -> int | None:
