@@ -78,6 +78,8 @@ class Fsdp2Infer(HoldsWeights, Operations, InferenceStrategy):
     def _shard(self) -> None:
         compute = self._training.compute_dtype
         self._units: list[FSDPModule] = []
+        if self._mesh.shape[-1] == 1:  # a shard is the weight itself, where it lies
+            states.place(self.model, self.context.device)
         if self._mesh.size() == 1 and compute is None:
             return  # nothing to gather, and hooks that do nothing take 6 ms of a micro-batch
         policy = MixedPrecisionPolicy(

@@ -44,7 +44,7 @@ class HfInfer(HoldsWeights, Operations, InferenceStrategy):
         self._wants_rows = self.context.config.training.packing and packing.keep_rows_apart(
             self.model
         )
-        self.model.to(self.context.device)
+        states.place(self.model, self.context.device)
         self._offloaded: states.Offloaded | None = None
         self.engine: CoreEngine | None = None
 

@@ -42,6 +42,15 @@ class Offloaded:
         self._held = []
 
 
+def place(model: torch.nn.Module, device: torch.device) -> None:
+    """Move a model to a device, into memory of its own: what is still that of the file it was read
+    from could not be given back by Offloaded."""
+    model.to(device)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not tensor.untyped_storage().resizable():
+            tensor.data = tensor.data.clone()
+
+
 def named(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters and persistent buffers, each once, in one order; tied ones by their first name."""
     seen = set()

@@ -21,6 +21,7 @@ from roll_td.models import load_model
 from roll_td.models.value_head import load_value_model
 from roll_td.plan import default_plan, local
 from roll_td.protocol import DataProto
+from roll_td.strategies import states
 from roll_td.strategies.base import StrategyContext
 from roll_td.strategies.exchange import Part
 from roll_td.strategies.fsdp2 import Fsdp2Infer, Fsdp2Train
@@ -196,6 +197,23 @@ def test_offloaded_states_are_asked_back_before_use(mesh: DeviceMesh) -> None:
     strategy.train_step(batch(), loss_of(strategy))
     with pytest.raises(ValueError, match="no state 'weights'; there are model, optimizer, grad"):
         strategy.offload_states(["weights"])
+
+
+@pytest.mark.parametrize("compute_dtype", [None, "bfloat16"])
+def test_a_model_that_was_read_from_a_folder_is_offloaded_too(
+    compute_dtype: str | None, mesh: DeviceMesh, tmp_path: Path
+) -> None:
+    load_model(ModelConfig(config=FIELDS), 3).save_pretrained(tmp_path)
+    model = ModelConfig(path=str(tmp_path))
+    strategy = made(Fsdp2Train, mesh, model, compute_dtype=compute_dtype)
+    wanted = {name: weight.clone() for name, weight in strategy.full_parameters()}
+    strategy.offload_states()
+    parts = [states.local(parameter) for parameter in strategy.model.parameters()]
+    assert all(part.untyped_storage().nbytes() == 0 for part in parts)
+    strategy.load_states()
+    assert all(torch.equal(wanted[name], w) for name, w in strategy.full_parameters())
+    strategy.train_step(batch(), loss_of(strategy))
+    assert not any(torch.equal(wanted[name], w) for name, w in strategy.full_parameters())
 
 
 def test_gradients_that_are_not_finite_leave_the_weights(mesh: DeviceMesh) -> None:

@@ -312,8 +312,13 @@ def test_a_checkpoint_gives_weights_and_version_back(group, tmp_path):
         strategy(FIELDS | {"vocab_size": 65}, group=group).load_checkpoint(tmp_path)
 
 
-def test_offload_and_load_are_bit_equal():
+@pytest.mark.parametrize("is_read", [False, True], ids=["made", "read from a folder"])
+def test_offload_and_load_are_bit_equal(is_read, tmp_path):
     infer, batch = strategy(), prompts()
+    if is_read:
+        infer.model.save_pretrained(tmp_path)
+        read = ModelConfig(path=str(tmp_path))
+        infer = strategy(provider=lambda config, seed: load_model(read, seed))
     config = GenerationConfig(max_new_tokens=10)
     before, weights = infer.generate(batch, config, 1), dict(full_weights(infer.model))
     kept = {name: weight.clone() for name, weight in weights.items()}
