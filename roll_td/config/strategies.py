@@ -98,7 +98,7 @@ class VllmConfig:
     in host memory, or on the worker's GPU, where the engine's processes see it by CUDA IPC."""
     sleep_level: Literal[1, 2] = 1
     """What offload_states gives up: 1 the keys and values, with the weights moved to host memory on
-    a GPU; 2 the weights too, so that new ones have to come before the next answer."""
+    a GPU; 2 the weights too, which come anew from where they wait, unless new ones have come."""
     request_timeout_s: float = 1800.0
     """Seconds after which an engine that is asked by one call for all, and ends no answer, counts
     as hung: it is killed, and the job ends. Of single requests scheduling has its own."""
@@ -118,7 +118,7 @@ class VllmConfig:
             if key in self.engine_args
         ]
         if self.lora == "adapters" and self.sleep_level == 2:
-            rule, fix = "drops weights of which lora=adapters brings no new ones", "set it to 1"
+            rule, fix = "drops weights, and lora=adapters has no copy of them", "set it to 1"
             problems.append(Problem("sleep_level", "2", rule, fix))
         if self.lora == "adapters" and self.weights_on == "device":
             rule, fix = "is for whole weights, and lora=adapters brings none", "set it to host"

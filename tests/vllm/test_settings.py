@@ -62,8 +62,8 @@ def test_settings_that_others_say_are_refused() -> None:
     assert str(raised.value).splitlines() == [
         "strategy_config.enable_lora=True: is said by strategy_config.lora; set "
         "strategy_config.lora",
-        "strategy_config.sleep_level=2: drops weights of which lora=adapters brings no new ones; "
-        "set it to 1",
+        "strategy_config.sleep_level=2: drops weights, and lora=adapters has no copy of them; set "
+        "it to 1",
     ]
     with pytest.raises(ConfigError, match="weights_on=device: is for whole weights, and lora=ad"):
         StrategyArgs("vllm", {"lora": "adapters", "weights_on": "device"})

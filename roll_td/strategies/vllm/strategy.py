@@ -56,7 +56,8 @@ class VllmInfer(HoldsWeights, InferenceStrategy):
                 f"role {context.role}: strategy_config.weights_on=device, and its worker "
                 f"{context.rank_info.rank} has no GPU; set weights_on: host"
             )
-        self._lacks = ""
+        self._is_empty = False
+        """Whether the engine has dropped its weights."""
         self._is_asleep = False
         self.engine: VllmEngine | None = None
         self._loads: list[Future[Any]] = []
@@ -98,12 +99,10 @@ class VllmInfer(HoldsWeights, InferenceStrategy):
         column sample_id, sample_id · n + j, else row · n + j. What ends a response is the same.
 
         An engine that was lost while it took requests is started anew. ValueError for a prompt that
-        is empty or leaves no room for a token, or while the engine is offloaded or has no weights;
-        TimeoutError if it hangs, see VllmConfig.request_timeout_s.
+        is empty or leaves no room for a token, or while the engine is offloaded; TimeoutError if it
+        hangs, see VllmConfig.request_timeout_s.
         """
         self._ready()
-        if self._lacks:
-            raise ValueError(f"role {self.context.role}: {self._lacks}")
         lengths, n = batch["lengths"].tolist(), generation.num_return_sequences
         rows = batch["input_ids"].tolist()
         ids = batch["sample_id"].tolist() if "sample_id" in batch else range(len(rows))
@@ -195,11 +194,7 @@ class VllmInfer(HoldsWeights, InferenceStrategy):
         if _has_model(include) and not self._is_asleep:
             self._call("sleep", self._config.sleep_level)
             self._is_asleep = True
-            if self._config.sleep_level == 2:
-                self._lacks = (
-                    "offload_states has dropped the weights, as sleep_level=2 says, and no new "
-                    "ones have come; update them first, or set sleep_level: 1"
-                )
+            self._is_empty = self._config.sleep_level == 2
 
     def load_states(self, include: Iterable[str] = ("model",)) -> None:
         """Take the memory again. ValueError for an unknown state."""
@@ -233,6 +228,8 @@ class VllmInfer(HoldsWeights, InferenceStrategy):
             self._engine.close()
             self._engine, self.engine = EngineProcess(self._owner, self._environment()), None
             self._start()
+        elif self._is_empty:  # and no new ones have come
+            self._load_all()
 
     def _start(self) -> None:
         """Have the engine's process make it, with the weights that lie here."""
@@ -265,7 +262,7 @@ class VllmInfer(HoldsWeights, InferenceStrategy):
         for load in self._loads:
             load.result(self.context.config.timeout_s)
         self._call("finish_loading")
-        self._loads, self._lacks = [], ""
+        self._loads, self._is_empty = [], False
 
     def _call(self, method: str, *arguments: Any) -> Any:
         return self._engine.call(method, *arguments, timeout_s=self.context.config.timeout_s)
