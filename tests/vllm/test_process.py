@@ -109,7 +109,7 @@ def test_an_engine_that_cannot_start_or_go_on_says_why(tmp_path: Path) -> None:
     wrong = r"worker 1: strategy_config.max_modellen=3: .* no such .* did you mean max_model_len"
     with pytest.raises(ValueError, match=wrong):
         process.call("start", {"max_modellen": 3}, timeout_s=100)
-    with pytest.raises(RuntimeError, match="worker 1: Traceback"):
+    with pytest.raises((RuntimeError, ValueError), match=r"(?s)worker 1: .*/none"):
         process.call("start", {"model": str(tmp_path / "none")}, timeout_s=100)
     model = load_model(ModelConfig(config=FIELDS), 0)
     model.save_pretrained(tmp_path)
