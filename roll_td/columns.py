@@ -2,13 +2,18 @@
 
 import copy
 import operator
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from typing import TypeGuard
+
+    from tensordict import TensorDict, TensorDictBase
 
 Objects = np.ndarray[Any, np.dtype[np.object_]]
 Column = Tensor | Objects
@@ -38,25 +43,38 @@ def pad_value(name: str) -> int:
     return -100 if name == "labels" else 0
 
 
+def tensor_dict(tensors: Mapping[str, Tensor], rows: int) -> "TensorDict":
+    """A TensorDict of these columns. The package is imported when one is first wanted: it brings
+    torch's compiler along, which takes a second of each rank's start."""
+    from tensordict import TensorDict
+
+    return TensorDict(dict(tensors), batch_size=[rows])
+
+
+def _is_tensor_dict(value: object) -> "TypeGuard[TensorDictBase]":
+    package = sys.modules.get("tensordict")  # who has one has imported it
+    return package is not None and isinstance(value, package.TensorDictBase)
+
+
 def tensor_table(
-    batch: TensorDictBase | Mapping[str, Tensor] | None,
-) -> TensorDict | dict[str, Tensor] | None:
+    batch: "TensorDictBase | Mapping[str, Tensor] | None",
+) -> "TensorDict | dict[str, Tensor] | None":
     """The tensors of `batch` by name, in a dict of their own; where there is none, a TensorDict
     (it takes longer to make than all the rest, so not before it is wanted). TypeError for a name
     or value that is none, ValueError for tensors that have no rows, differ in rows, or are sparse
     or nested."""
     if batch is None:
         return None
-    if not isinstance(batch, dict | TensorDictBase | Mapping):
+    if not (_is_tensor_dict(batch) or isinstance(batch, Mapping)):
         raise TypeError(f"batch is a {type(batch).__name__}: want a TensorDict, a dict or None")
     tensors: dict[str, Any] = dict(batch.items())
     counts = {key: _tensor_rows(key, v) for key, v in tensors.items()}
-    if isinstance(batch, TensorDictBase):
+    if _is_tensor_dict(batch):
         if batch.batch_dims != 1:
             raise ValueError(f"batch has batch_size {list(batch.batch_size)}: want [rows]")
         counts["(batch_size)"] = batch.batch_size[0]
     rows = equal_rows(counts)
-    return tensors or TensorDict({}, batch_size=[rows])
+    return tensors or tensor_dict({}, rows)
 
 
 def equal_rows(counts: Mapping[str, int]) -> int:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from roll_td.columns import (
@@ -28,12 +27,15 @@ from roll_td.columns import (
     pad_value,
     row_numbers,
     same_values,
+    tensor_dict,
     tensor_table,
     whole,
 )
 from roll_td.metrics import merge_metrics
 
 if TYPE_CHECKING:
+    from tensordict import TensorDict, TensorDictBase
+
     from roll_td.plan import StepPlan
 
 __all__ = ["TOKEN_COLUMNS", "DataProto", "pad_value"]
@@ -51,7 +53,7 @@ class DataProto:
 
     def __init__(
         self,
-        batch: TensorDictBase | Mapping[str, Tensor] | None = None,
+        batch: "TensorDictBase | Mapping[str, Tensor] | None" = None,
         non_tensor_batch: Mapping[str, Any] | None = None,
         meta_info: Mapping[str, Any] | None = None,
         plan: "StepPlan | None" = None,
@@ -62,19 +64,19 @@ class DataProto:
         self.plan = plan
         if self._objects:
             counts = {key: len(column) for key, column in self._columns().items()}
-            if isinstance(self._batch, TensorDict):
+            if self._batch is not None and not isinstance(self._batch, dict):
                 counts["(batch_size)"] = len(self)
             equal_rows(counts)
 
     @property
-    def batch(self) -> TensorDict | None:
+    def batch(self) -> "TensorDict | None":
         """The tensor columns; what is assigned is copied, into a TensorDict once that is wanted."""
         if isinstance(self._batch, dict):
-            self._batch = TensorDict(self._batch, batch_size=[len(self)])
+            self._batch = tensor_dict(self._batch, len(self))
         return self._batch
 
     @batch.setter
-    def batch(self, value: TensorDictBase | Mapping[str, Tensor] | None) -> None:
+    def batch(self, value: "TensorDictBase | Mapping[str, Tensor] | None") -> None:
         self._batch = tensor_table(value)
 
     def tensors(self) -> dict[str, Any]:
@@ -114,7 +116,7 @@ class DataProto:
         self._meta_info: dict[str, Any] = map_leaves(dict(value), lambda x: x) if value else {}
 
     def __len__(self) -> int:
-        if isinstance(self._batch, TensorDict):
+        if self._batch is not None and not isinstance(self._batch, dict):
             return int(self._batch.batch_size[0])
         return len(next(iter((self._batch or self.non_tensor_batch).values()), ()))
 
@@ -370,13 +372,13 @@ class DataProto:
 
 def _split(
     columns: Mapping[str, Column], rows: int | None
-) -> tuple[Mapping[str, Tensor] | TensorDict | None, dict[str, Any]]:
+) -> "tuple[Mapping[str, Tensor] | TensorDict | None, dict[str, Any]]":
     """Tensor and object columns; without a tensor None, or an empty TensorDict of `rows` rows."""
     tensors = {key: v for key, v in columns.items() if isinstance(v, Tensor)}
     objects = {key: v for key, v in columns.items() if key not in tensors}
     if tensors or rows is None:
         return tensors or None, objects
-    return TensorDict({}, batch_size=[rows]), objects
+    return tensor_dict({}, rows), objects
 
 
 def merge_meta(infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

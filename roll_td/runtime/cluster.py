@@ -321,11 +321,11 @@ class Cluster:
 
 def _denominators(data: DataProto) -> dict[str, float]:
     """What losses are divided by where no plan says: rows, and tokens that a loss is wanted of."""
-    counts = {"rows": float(len(data))}
-    if data.batch is not None and "response_mask" in data.batch.keys():  # noqa: SIM118
-        counts["tokens"] = float(data["response_mask"].sum())
-    elif data.batch is not None and "labels" in data.batch.keys():  # noqa: SIM118
-        counts["tokens"] = float((data["labels"] != -100).sum())
+    counts, tensors = {"rows": float(len(data))}, data.tensors()
+    if "response_mask" in tensors:
+        counts["tokens"] = float(tensors["response_mask"].sum())
+    elif "labels" in tensors:
+        counts["tokens"] = float((tensors["labels"] != -100).sum())
     return counts
 
 

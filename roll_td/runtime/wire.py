@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 
+from roll_td.columns import tensor_dict
 from roll_td.protocol import DataProto
 
 Array = np.ndarray[Any, Any]
@@ -66,13 +66,11 @@ def _data(tensors: dict[str, torch.Tensor], num_rows: int, rest: tuple[Any, ...]
     return DataProto(table(tensors, non_tensor, num_rows), non_tensor, meta_info, plan)
 
 
-def table(
-    tensors: dict[str, torch.Tensor], objects: Mapping[str, Any], num_rows: int
-) -> dict[str, torch.Tensor] | TensorDict | None:
+def table(tensors: dict[str, torch.Tensor], objects: Mapping[str, Any], num_rows: int) -> Any:
     """The batch of a DataProto of num_rows rows, which may have no column at all."""
     if tensors or objects or not num_rows:
         return tensors or None
-    return TensorDict({}, batch_size=[num_rows])
+    return tensor_dict({}, num_rows)
 
 
 class _Pickler(pickle.Pickler):

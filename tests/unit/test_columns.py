@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -200,3 +202,16 @@ def test_group_keys_are_what_can_be_a_key() -> None:
             DataProto(None, {"g": [value]}).group_by("g")
     flags = DataProto({"g": torch.tensor([True, False, True])})
     assert {k: len(v) for k, v in flags.group_by("g").items()} == {True: 2, False: 1}
+
+
+def test_torchs_compiler_is_not_imported_before_a_tensordict_is_wanted() -> None:
+    program = """
+import sys, torch, roll_td.runtime.job, roll_td.workers.reward
+from roll_td import DataProto
+data = DataProto({"x": torch.ones(2)})
+print("torch._dynamo" in sys.modules, len(data.batch), "tensordict" in sys.modules)
+"""
+    out = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert out.stdout == "False 2 True\n", out.stderr
