@@ -84,11 +84,9 @@ class Cause:
 
 
 def _error_in(lines: Sequence[str]) -> str:
-    """Where a traceback names the error: behind its indented frames. A message may have further
-    lines, and even a traceback of its own, which then is nearer to the cause."""
-    starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call")]
-    behind = lines[starts[-1] + 1 :] if starts else []
-    return next((line for line in behind if line.strip() == line), lines[-1])
+    """Where a traceback names the error, or its last note: frames, and the further lines that our
+    messages have, are indented."""
+    return next((line for line in reversed(lines) if line and not line[0].isspace()), lines[-1])
 
 
 def end_process(code: int) -> NoReturn:

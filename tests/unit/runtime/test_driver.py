@@ -195,6 +195,9 @@ def test_l06_jobs_and_calls_leave_nothing_behind() -> None:  # L06
         assert process.memory_info().rss - resident < 20e6, "the batches of 50 steps are 80 MB"
         assert process.num_fds() == descriptors
         assert current_driver() is job.driver
-    assert threads_of_jobs() <= before
+    until = time.monotonic() + 10
+    while threads_of_jobs() > before:  # they end by themselves, when they get to it
+        assert time.monotonic() < until, threading.enumerate()
+        time.sleep(0.01)
     with pytest.raises(ValueError, match="there is no job here"):
         current_driver()

@@ -57,9 +57,14 @@ def cause(kind: Any, text: str, **given: Any) -> Cause:
             "roll-td: the driver failed (rank 3 on vm): KeyError: 1\nTraceback\nKeyError: 1",
         ),
         (
-            cause("driver", "Traceback (most recent call last):\n  File 1\nKeyError: 1\n  or 2\n3"),
+            cause("driver", "Traceback (most recent call last):\n  File 1\nKeyError: 1\n  or 2"),
             "roll-td: the driver failed (rank 3 on vm): KeyError: 1\n"
-            "Traceback (most recent call last):\n  File 1\nKeyError: 1\n  or 2\n3",
+            "Traceback (most recent call last):\n  File 1\nKeyError: 1\n  or 2",
+        ),
+        (
+            cause("driver", "Traceback\n  File 1\nOSError: 1\nno room: 3 MB are free there"),
+            "roll-td: the driver failed (rank 3 on vm): no room: 3 MB are free there\n"
+            "Traceback\n  File 1\nOSError: 1\nno room: 3 MB are free there",
         ),
         (cause("death", "rank 3 died"), "roll-td: rank 3 died (rank 3 on vm)"),
         (cause("signal", "told by SIGTERM"), "roll-td: told by SIGTERM (rank 3 on vm)"),
