@@ -31,6 +31,7 @@ def metrics(folder: Path, config: str, *overrides: str) -> dict[tuple[str, int],
     return read_metrics(folder / name / "metrics.jsonl")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(450)
 def test_ppo_with_a_critic_learns_a_task_from_nothing(tmp_path: Path) -> None:
     told = metrics(tmp_path, "rlvr/ppo")
@@ -39,6 +40,7 @@ def test_ppo_with_a_critic_learns_a_task_from_nothing(tmp_path: Path) -> None:
     assert explained[0] == 0 and max(explained) >= 0.5
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_on_policy_distillation_comes_near_its_teacher(tmp_path: Path) -> None:
     model = tmp_path / "model"
