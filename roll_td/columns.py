@@ -77,6 +77,17 @@ def tensor_table(
     return tensors or tensor_dict({}, rows)
 
 
+def split_columns(
+    columns: Mapping[str, Column], rows: int | None
+) -> "tuple[Mapping[str, Tensor] | TensorDict | None, dict[str, Any]]":
+    """Tensor and object columns; without a tensor None, or an empty TensorDict of `rows` rows."""
+    tensors = {key: v for key, v in columns.items() if isinstance(v, Tensor)}
+    objects = {key: v for key, v in columns.items() if key not in tensors}
+    if tensors or rows is None:
+        return tensors or None, objects
+    return tensor_dict({}, rows), objects
+
+
 def equal_rows(counts: Mapping[str, int]) -> int:
     """The number of rows that all columns have; 0 if there is no column."""
     if len(set(counts.values())) > 1:

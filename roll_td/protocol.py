@@ -27,6 +27,7 @@ from roll_td.columns import (
     pad_value,
     row_numbers,
     same_values,
+    split_columns,
     tensor_dict,
     tensor_table,
     whole,
@@ -64,7 +65,7 @@ class DataProto:
         self.plan = plan
         if self._objects:
             counts = {key: len(column) for key, column in self._columns().items()}
-            if self._batch is not None and not isinstance(self._batch, dict):
+            if not isinstance(self._batch, dict | None):
                 counts["(batch_size)"] = len(self)
             equal_rows(counts)
 
@@ -116,7 +117,7 @@ class DataProto:
         self._meta_info: dict[str, Any] = map_leaves(dict(value), lambda x: x) if value else {}
 
     def __len__(self) -> int:
-        if self._batch is not None and not isinstance(self._batch, dict):
+        if not isinstance(self._batch, dict | None):
             return int(self._batch.batch_size[0])
         return len(next(iter((self._batch or self.non_tensor_batch).values()), ()))
 
@@ -285,7 +286,7 @@ class DataProto:
             columns[key] = join(key, [table[key] for table in tables], "lengths" in tables[0])
         with_batch = any(part._batch is not None for part in parts)
         rows = sum(map(len, parts))
-        return DataProto(*_split(columns, rows if with_batch else None), meta_info)
+        return DataProto(*split_columns(columns, rows if with_batch else None), meta_info)
 
     def pad_to(self, divisor: int) -> tuple[Self, int]:
         """Rows repeated from the start until divisible, and how many were added; 0 stay 0."""
@@ -337,7 +338,7 @@ class DataProto:
     def _like(self, columns: Mapping[str, Column], plan: "StepPlan | None" = None) -> Self:
         """A DataProto of these columns (as many rows as the columns, or as this one)."""
         rows = next((len(column) for column in columns.values()), len(self))
-        split = _split(columns, rows if self._batch is not None else None)
+        split = split_columns(columns, rows if self._batch is not None else None)
         return type(self)(*split, self.meta_info, plan)
 
     def _adopt(self, columns: Mapping[str, Column]) -> None:
@@ -348,7 +349,7 @@ class DataProto:
         """Apply `cut` to every column, and to the row count where a batch has no columns."""
         rows = len(cut(range(len(self))))
         columns = {key: cut(column) for key, column in self._columns().items()}
-        split = _split(columns, rows if self._batch is not None else None)
+        split = split_columns(columns, rows if self._batch is not None else None)
         return type(self)(*split, self.meta_info)
 
     def _take(self, rows: Tensor) -> Self:
@@ -368,17 +369,6 @@ class DataProto:
         if unknown := [name for name in names if name not in columns]:
             raise KeyError(f"no column {', '.join(map(repr, unknown))}; there are {self.keys()}")
         return {name: columns[name] for name in names}
-
-
-def _split(
-    columns: Mapping[str, Column], rows: int | None
-) -> "tuple[Mapping[str, Tensor] | TensorDict | None, dict[str, Any]]":
-    """Tensor and object columns; without a tensor None, or an empty TensorDict of `rows` rows."""
-    tensors = {key: v for key, v in columns.items() if isinstance(v, Tensor)}
-    objects = {key: v for key, v in columns.items() if key not in tensors}
-    if tensors or rows is None:
-        return tensors or None, objects
-    return tensor_dict({}, rows), objects
 
 
 def merge_meta(infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -189,10 +189,17 @@ class Connection:
                 return step
             self._wanted = step
 
-    @property
-    def has_more(self) -> bool:
-        """Whether more than the last frame was read: of that the socket tells nothing."""
-        return len(self._ahead) > 0
+    def arrived(self) -> Iterator[Frame | None]:
+        """Frames that are here, None at the end of file: after one all that was read ahead, as of
+        that the socket tells nothing."""
+        while True:
+            try:
+                frame = self.poll()
+            except BlockingIOError:
+                return
+            yield frame
+            if frame is None or not self._ahead:
+                return
 
     def _read(self, flags: int) -> int:
         """Read into what is wanted, and ahead of it, so that a small frame takes one call."""
@@ -356,12 +363,8 @@ class Hub:
                         if is_lost(self.lifelines[rank]):
                             on_frame(rank, None)
                         continue
-                    with contextlib.suppress(BlockingIOError):
-                        while True:
-                            frame = link.poll()
-                            if frame is None:
-                                selector.unregister(key.fileobj)
-                                links -= 1
-                            on_frame(rank, frame)
-                            if frame is None or not link.has_more:
-                                break
+                    for frame in link.arrived():
+                        if frame is None:
+                            selector.unregister(key.fileobj)
+                            links -= 1
+                        on_frame(rank, frame)

@@ -229,7 +229,7 @@ class Executor:
         self._doing = Doing(here[0].role, here[0].rank, function.rpartition(".")[2])
         self._let_prefetch()
         with self._own_draws():
-            if len(body["ranks"]) > 1:
+            if self.rank in body["members"]:
                 self._gang((number, -1))
             began = time.time()
             seed_command(body["seed"], body["role"], place, body["step"], function, body["count"])

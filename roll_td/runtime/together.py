@@ -65,7 +65,9 @@ def call_together(
     call.homes, call.answering = ranks, tuple(range(len(ranks)))
     owned = dict.fromkeys(r for c in clusters for s in c.placement.seats for r in s.ranks)
     call.owned = tuple(rank for rank in owned if rank not in ranks)
+    gang = ranks if len(ranks) > 1 else ()  # one has nobody to wait for
     body = {
+        "members": gang,
         "clusters": [cluster._id for cluster in clusters],
         "ranks": ranks,
         "function": function,
@@ -75,6 +77,6 @@ def call_together(
         "seed": driver.seed,
         "role": role,
     }
-    driver.post("together", body, call, ranks, gang=ranks if len(ranks) > 1 else ())
+    driver.post("together", body, call, ranks, gang=gang)
     refs = Refs(driver, call, Dispatch.ONE_TO_ALL, None, rank_infos(data_parallel(len(ranks))))
     return refs.get() if blocking else refs

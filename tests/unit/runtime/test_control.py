@@ -76,6 +76,21 @@ def test_poll_waits_for_no_part_of_a_frame(pair: tuple[Connection, socket.socket
         assert parts(connection.poll()) == (Kind.ANSWER, b"head", b"", [b"in", b"", b"line"])
 
 
+def test_frames_that_are_read_at_once_all_arrive(pair: tuple[Connection, socket.socket]) -> None:
+    connection, theirs = pair
+    third = frame_bytes(Kind.END, b"three")
+    theirs.sendall(
+        frame_bytes(Kind.ANSWER, b"one", b"", b"x") + frame_bytes(Kind.AT, b"two") + third[:-2]
+    )
+    time.sleep(0.01)
+    assert [f and bytes(f.head) for f in connection.arrived()] == [b"one", b"two"]
+    theirs.sendall(third[-2:])
+    theirs.close()
+    time.sleep(0.01)
+    assert [f and bytes(f.head) for f in connection.arrived()] == [b"three"]
+    assert list(connection.arrived()) == [None]
+
+
 def test_an_end_in_the_middle_of_a_frame_is_an_end(pair: tuple[Connection, socket.socket]) -> None:
     connection, theirs = pair
     theirs.sendall(frame_bytes(Kind.ANSWER, b"head")[:-1])
