@@ -52,8 +52,9 @@ def tensor_dict(tensors: Mapping[str, Tensor], rows: int) -> "TensorDict":
 
 
 def _is_tensor_dict(value: object) -> "TypeGuard[TensorDictBase]":
-    package = sys.modules.get("tensordict")  # who has one has imported it
-    return package is not None and isinstance(value, package.TensorDictBase)
+    # who has one has imported it; another thread may be just about to
+    base = getattr(sys.modules.get("tensordict"), "TensorDictBase", None)
+    return base is not None and isinstance(value, base)
 
 
 def tensor_table(

@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -215,3 +216,10 @@ print("torch._dynamo" in sys.modules, len(data.batch), "tensordict" in sys.modul
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
     )
     assert out.stdout == "False 2 True\n", out.stderr
+
+
+def test_a_batch_can_be_made_while_another_thread_imports_tensordict(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensordict", ModuleType("tensordict"))  # as it is at first
+    assert DataProto({"x": torch.arange(2)})["x"].tolist() == [0, 1]
