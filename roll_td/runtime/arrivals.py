@@ -54,7 +54,7 @@ class Arrivals:
         self.buffers: list[list[Buffer]] = []
         self._link, self._works = link, list[list[Work]]()
         self.waiter: threading.Thread | None = None
-        """Waits for the bytes where the main thread is busy."""
+        """Waits for the bytes where the main thread is busy and some come by the transport."""
         inline, tag = iter(command.frame.inline), self.number & 0x7FFFFFFF
         command.frame.inline = []  # a column lives no longer than it is wanted
         for share in self.shares:
@@ -70,6 +70,11 @@ class Arrivals:
                     works.append(transport.irecv(into, driver_rank, group, tag))
             self.buffers.append(buffers)
             self._works.append(works)
+
+    @property
+    def are_awaited(self) -> bool:
+        """Whether some bytes come by the transport: `wait` waits for these alone."""
+        return any(self._works)
 
     def wait(self) -> None:
         """Ask for the driver's bytes, wait for them and acknowledge them. Nothing else may be

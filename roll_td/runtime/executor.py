@@ -268,8 +268,7 @@ class Executor:
         if arrivals is None:
             arrivals = self._arrivals(command, seated.data_group)
             arrivals.wait()
-        else:
-            assert arrivals.waiter is not None
+        elif arrivals.waiter is not None:
             arrivals.waiter.join()
             self._wait(lambda: True)  # stop if it failed
         for index, share, buffers in arrivals.shared():
@@ -307,9 +306,10 @@ class Executor:
         if seated is None:
             return
         ahead = self._arrivals(command, seated.data_group)
-        doing = Doing(seated.role, seated.rank, body["method"])
-        ahead.waiter = threading.Thread(target=self._wait_for, args=(ahead, doing), daemon=True)
-        ahead.waiter.start()
+        if ahead.are_awaited:
+            doing = Doing(seated.role, seated.rank, body["method"])
+            ahead.waiter = threading.Thread(target=self._wait_for, args=(ahead, doing), daemon=True)
+            ahead.waiter.start()
         self._ahead = ahead
 
     def _wait_for(self, arrivals: Arrivals, doing: Doing) -> None:
