@@ -2,6 +2,9 @@
 
 A model here is a causal language model of transformers, with LoRA layers of peft in it where the
 config wants them; parameter names stay those of transformers either way.
+
+What is named transformers.X here is imported when it is first used: models bring torch's compiler
+along, for which a rank that wants a tokenizer alone would wait a second and a half.
 """
 
 from __future__ import annotations
@@ -12,36 +15,28 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import (
-    CONFIG_MAPPING,
-    AttentionInterface,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    Conv1D,
-    DynamicCache,
-    GgufConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    logging,
-)
 from transformers.cache_utils import (
     Cache,
     DummyLayer,
+    DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
 )
+from transformers.utils import logging
 
 from roll_td.algorithms.functional import Head, logits
 from roll_td.config.model import ModelConfig
 from roll_td.models.lora import adapter_weights, adapters_off, add_lora, full_weights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = [
     "KeyValueStore",
@@ -87,7 +82,7 @@ def load_model(config: ModelConfig, seed: int) -> PreTrainedModel:
             model = _from_path(config)
         _check_head(model.eval(), config.attn_implementation)
         if config.lora is not None:
-            transposed = any(isinstance(module, Conv1D) for module in model.modules())
+            transposed = any(isinstance(module, transformers.Conv1D) for module in model.modules())
             add_lora(model, config.lora, transposed)
     return model.eval()
 
@@ -104,7 +99,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     key = "model.tokenizer" if config.tokenizer else "model.path"
     place = _place(source, key)
     with _as_value_error(f"{key}={source}: can't load a tokenizer", "set model.tokenizer"):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        tokenizer: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(
             **place, trust_remote_code=config.trust_remote_code
         )
     if tokenizer.get_vocab().keys() <= tokenizer.get_added_vocab().keys():
@@ -142,7 +137,7 @@ class KeyValueStore(Protocol):
 
 def attend_with(model: Any, name: str, attention: Callable[..., Any]) -> None:
     """Have the model compute attention by our function; transformers knows it by `name`."""
-    AttentionInterface.register(name, attention)
+    transformers.AttentionInterface.register(name, attention)
     model.set_attn_implementation(name)
 
 
@@ -196,7 +191,7 @@ def export_hf(
     ValueError if a weight is missing or left over.
     """
     with torch.device("meta"):
-        plain = AutoModelForCausalLM.from_config(model.config)
+        plain = transformers.AutoModelForCausalLM.from_config(model.config)
     names = {name for name, _ in full_weights(plain)}
     if names != weights.keys():
         missing, over = sorted(names - weights.keys()), sorted(weights.keys() - names)
@@ -216,14 +211,16 @@ def export_hf(
 def _from_fields(fields: Mapping[str, Any], config: ModelConfig) -> PreTrainedModel:
     """A model with random weights."""
     kind = fields["model_type"]
-    if kind not in CONFIG_MAPPING:
-        raise ValueError(f"model.config.model_type={kind}: unknown{_nearest(kind, CONFIG_MAPPING)}")
-    cls: Any = CONFIG_MAPPING[kind]
+    if kind not in transformers.CONFIG_MAPPING:
+        raise ValueError(
+            f"model.config.model_type={kind}: unknown{_nearest(kind, transformers.CONFIG_MAPPING)}"
+        )
+    cls: Any = transformers.CONFIG_MAPPING[kind]
     known = {f.name for f in dataclasses.fields(cls)} | cls.attribute_map.keys() | _MORE_FIELDS
     for name in fields.keys() - known:
         raise ValueError(f"model.config.{name}: no field of {cls.__name__}{_nearest(name, known)}")
     with _as_value_error("model.config", "change the field"):
-        made = AutoConfig.for_model(**fields)
+        made = transformers.AutoConfig.for_model(**fields)
     return _random(made, config)
 
 
@@ -231,7 +228,7 @@ def _random(fields: PreTrainedConfig, config: ModelConfig) -> PreTrainedModel:
     attention = config.attn_implementation
     what = f"model_type={fields.model_type}: can't be made with attn_implementation={attention}"
     with _as_value_error(what, "try another type, or attn_implementation: eager"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(
             fields, dtype=getattr(torch, config.dtype), attn_implementation=attention
         )
     return model
@@ -248,10 +245,10 @@ def _from_path(config: ModelConfig) -> PreTrainedModel:
     place = _place(config.path, "model.path")
     if "gguf_file" in place:
         # else weights may stay packed, and could not be trained
-        place["quantization_config"] = GgufConfig(dequantize=True)
+        place["quantization_config"] = transformers.GgufConfig(dequantize=True)
     rule = f"model.path={config.path}: can't load a model"
     with _as_value_error(rule, "give a model's folder or hub name"):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             **place,
             dtype=getattr(torch, config.dtype),
             attn_implementation=config.attn_implementation,

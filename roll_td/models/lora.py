@@ -8,7 +8,6 @@ from importlib.util import find_spec
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from roll_td.config.model import LoraConfig
 
@@ -113,5 +112,7 @@ def _enable(layers: Iterable[Any], enabled: bool) -> None:
 
 
 def _whole(tensor: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor  # half a second, for who has a model alone
+
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from roll_td.strategies import states
+from roll_td.strategies.parts import Part, Weight
 
 if TYPE_CHECKING:
     from roll_td.weights.plan import UpdatePlan
@@ -24,26 +25,6 @@ if TYPE_CHECKING:
 
 VERSION = "weight_version"
 """Of the weights, in a checkpoint."""
-
-
-class Weight(NamedTuple):
-    """A weight as one side has it."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class Part(NamedTuple):
-    """A run of the numbers of one weight."""
-
-    name: str
-    """As Hugging Face has it."""
-    shape: tuple[int, ...]
-    """Of the whole weight."""
-    start: int
-    """Of the flattened weight, the first number of this part."""
-    values: Tensor
-    """(count,), on the device of the rank."""
 
 
 class HoldsWeights(ABC):

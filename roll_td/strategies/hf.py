@@ -18,10 +18,11 @@ from roll_td.strategies import packing, sampling, states
 from roll_td.strategies.base import ForwardFunc, InferenceStrategy, ModelProvider
 from roll_td.strategies.batches import by_micro_batch, with_responses
 from roll_td.strategies.engine import CoreEngine
-from roll_td.strategies.exchange import VERSION, HoldsWeights, Part
+from roll_td.strategies.exchange import VERSION, HoldsWeights
 from roll_td.strategies.generation import Sample, Sampler, Stop
 from roll_td.strategies.hf_engine import HfCore
 from roll_td.strategies.operations import Operations
+from roll_td.strategies.parts import Part
 
 STATES = {"model", "optimizer", "gradients"}
 """What can be named; this strategy has a model alone."""

@@ -24,8 +24,9 @@ from roll_td.strategies.base import (
 )
 from roll_td.strategies.batches import by_micro_batch, with_responses
 from roll_td.strategies.engine import CoreEngine
-from roll_td.strategies.exchange import VERSION, Part
+from roll_td.strategies.exchange import VERSION
 from roll_td.strategies.mock_engine import MockCore, log_probs, respond
+from roll_td.strategies.parts import Part
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from functools import cached_property
 
 import torch
 
-from roll_td.strategies.exchange import Weight
+from roll_td.strategies.parts import Weight
 
 OWNERS = 8
 """At most so many ranks send: each has a process group with all receivers, which costs each of

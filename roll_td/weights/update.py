@@ -26,7 +26,7 @@ from roll_td.runtime.cluster import Cluster
 from roll_td.runtime.refs import Refs
 from roll_td.runtime.together import Here, call_together, homes, make_groups
 from roll_td.runtime.transport import Group, Work
-from roll_td.strategies.exchange import Part, Weight
+from roll_td.strategies.parts import Part, Weight
 from roll_td.weights.plan import Bucket, UpdatePlan, make_plan
 
 SOURCE = ("setup_model_update", "model_update")

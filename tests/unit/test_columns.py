@@ -207,7 +207,7 @@ def test_group_keys_are_what_can_be_a_key() -> None:
 
 def test_torchs_compiler_is_not_imported_before_a_tensordict_is_wanted() -> None:
     program = """
-import sys, torch, roll_td.runtime.job, roll_td.workers.reward
+import sys, torch, roll_td.runtime.job, roll_td.workers.reward, roll_td.pipelines.rlvr
 from roll_td import DataProto
 data = DataProto({"x": torch.ones(2)})
 print("torch._dynamo" in sys.modules, len(data.batch), "tensordict" in sys.modules)

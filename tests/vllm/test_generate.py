@@ -14,7 +14,7 @@ from roll_td.config.model import GenerationConfig
 from roll_td.models import full_weights, load_tokenizer
 from roll_td.protocol import DataProto
 from roll_td.strategies import sampling
-from roll_td.strategies.exchange import Part
+from roll_td.strategies.parts import Part
 from roll_td.strategies.vllm.strategy import VllmInfer
 from tests.vllm.conftest import NEEDS_VLLM, strong
 

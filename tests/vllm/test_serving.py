@@ -18,8 +18,8 @@ from roll_td.config.model import GenerationConfig
 from roll_td.config.strategies import StrategyArgs
 from roll_td.models import full_weights
 from roll_td.strategies.engine import Answer, Failure
-from roll_td.strategies.exchange import Part
 from roll_td.strategies.hf import HfInfer
+from roll_td.strategies.parts import Part
 from roll_td.strategies.vllm import serving
 from roll_td.strategies.vllm.strategy import VllmInfer
 from tests.unit.strategies.test_hf_engine import collect

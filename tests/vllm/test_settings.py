@@ -20,7 +20,7 @@ from roll_td.config.model import LoraConfig, ModelConfig
 from roll_td.config.schema import ConfigError
 from roll_td.config.strategies import StrategyArgs, VllmConfig
 from roll_td.models import adapter_weights, load_model
-from roll_td.strategies.exchange import Weight
+from roll_td.strategies.parts import Weight
 from roll_td.strategies.vllm import adapters
 from roll_td.strategies.vllm.process import end_group
 from roll_td.strategies.vllm.shared import Handle, SharedWeights, for_engine

@@ -29,7 +29,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
 from roll_td.config.strategies import unknown_argument
-from roll_td.strategies.exchange import Weight
+from roll_td.strategies.parts import Weight
 from roll_td.strategies.vllm.process import shared_memory
 from roll_td.strategies.vllm.shared import Handle, SharedWeights
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from roll_td.strategies.exchange import Weight
+from roll_td.strategies.parts import Weight
 
 ALIGN = 64
 """Bytes that each weight begins at a multiple of: a cache line."""

@@ -21,7 +21,8 @@ from roll_td.protocol import DataProto
 from roll_td.strategies import sampling, states
 from roll_td.strategies.base import InferenceStrategy, ModelProvider, StrategyContext
 from roll_td.strategies.batches import Response, with_responses
-from roll_td.strategies.exchange import VERSION, HoldsWeights, Part
+from roll_td.strategies.exchange import VERSION, HoldsWeights
+from roll_td.strategies.parts import Part
 from roll_td.strategies.vllm import adapters
 from roll_td.strategies.vllm.process import EngineProcess
 from roll_td.strategies.vllm.serving import VllmEngine, require_room

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from roll_td.strategies.exchange import HoldsWeights, Incoming, Part, Shard
+from roll_td.strategies.exchange import HoldsWeights, Incoming, Shard
+from roll_td.strategies.parts import Part
 
 
 class Model(nn.Module):

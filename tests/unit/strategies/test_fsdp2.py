@@ -23,8 +23,8 @@ from roll_td.plan import default_plan, local
 from roll_td.protocol import DataProto
 from roll_td.strategies import states
 from roll_td.strategies.base import StrategyContext
-from roll_td.strategies.exchange import Part
 from roll_td.strategies.fsdp2 import Fsdp2Infer, Fsdp2Train
+from roll_td.strategies.parts import Part
 
 FIELDS = {
     "model_type": "llama",

@@ -17,8 +17,8 @@ from roll_td.models import full_weights, load_model
 from roll_td.plan import level, local
 from roll_td.protocol import DataProto
 from roll_td.strategies.base import StrategyContext
-from roll_td.strategies.exchange import Part
 from roll_td.strategies.hf import HfInfer
+from roll_td.strategies.parts import Part
 
 FIELDS = {
     "model_type": "qwen3",

@@ -16,8 +16,8 @@ from roll_td.models import full_weights, load_model
 from roll_td.protocol import DataProto
 from roll_td.strategies.base import StrategyContext
 from roll_td.strategies.engine import Answer, Failure
-from roll_td.strategies.exchange import Part
 from roll_td.strategies.hf import HfInfer
+from roll_td.strategies.parts import Part
 
 FIELDS = {
     "model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -13,8 +13,8 @@ from roll_td.config.strategies import StrategyArgs
 from roll_td.distributed.topology import data_parallel, rank_infos
 from roll_td.protocol import DataProto
 from roll_td.strategies.base import StrategyContext
-from roll_td.strategies.exchange import Part
 from roll_td.strategies.mock import MockInfer
+from roll_td.strategies.parts import Part
 
 
 def strategy(**settings):

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll_td.strategies.exchange import Weight
+from roll_td.strategies.parts import Weight
 from roll_td.weights.plan import ALIGN, OWNERS, UpdatePlan, make_plan
 
 F32, BF16 = torch.float32, torch.bfloat16
