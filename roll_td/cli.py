@@ -61,7 +61,7 @@ def check(config: str, overrides: Sequence[str]) -> Report:
     further, unchecked = _further_problems(checked.roles)
     problems = [*checked.problems, *_class_problems(checked), *further]
     if checked.config is not None:
-        problems += checked.config.file_problems()
+        problems += checked.config.outside_problems()
     if checked.size is None:
         return Report(None, "", tuple(unchecked), tuple(problems))
     size = checked.size

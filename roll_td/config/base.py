@@ -8,6 +8,7 @@ from pathlib import Path
 
 from roll_td.config.checkpoint import CheckpointConfig
 from roll_td.config.device_mapping import parse_device_mapping
+from roll_td.config.functions import functions_in
 from roll_td.config.masking import shown
 from roll_td.config.model import GenerationConfig, ModelConfig, TrainingConfig
 from roll_td.config.schema import ConfigError, Problem
@@ -156,10 +157,13 @@ class BaseConfig(CheckpointConfig):
         end after: the max_steps of a subclass; None: not known."""
         return getattr(self, "max_steps", None)
 
-    def file_problems(self) -> list[Problem]:
-        """Files that the config names and that can't be read here. Asked by `roll-td check` and
-        `run`; a subclass that names files adds to it."""
-        return self.resume_problems(self.run_dir / "checkpoints")
+    def outside_problems(self) -> list[Problem]:
+        """What the config names and is not to be had here: files, functions of the user's own.
+        Asked by `roll-td check` and `run`; a subclass that names files adds to it."""
+        problems = self.resume_problems(self.run_dir / "checkpoints")
+        for key, function in functions_in(self):
+            problems += [problem.under(key) for problem in function.own_problems()]
+        return problems
 
     @property
     def run_dir(self) -> Path:

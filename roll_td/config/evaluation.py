@@ -10,7 +10,7 @@ from roll_td.config.data import DataConfig, MixedConfig, check_files, prompt_pro
 from roll_td.config.judges import Judges, fill_in_judges, judge_problems
 from roll_td.config.model import GenerationConfig
 from roll_td.config.model_update import ModelUpdateConfig
-from roll_td.config.rewards import Rewards, RewardWorkerConfig, reward_problems
+from roll_td.config.rewards import Rewards, RewardWorkerConfig, own_reward_problems, reward_problems
 from roll_td.config.rlvr import ANSWER_COLUMNS, ValidationConfig
 from roll_td.config.schema import Problem
 from roll_td.config.text import TrainedTextConfig, ability_problems, fill_in
@@ -71,10 +71,14 @@ class EvaluatedConfig(TrainedTextConfig):
             rule, fix = "says it beside validation.generation, which counts", "set that one alone"
             yield Problem("actor_infer.generation", "{…}", rule, fix)
 
-    def file_problems(self) -> list[Problem]:
-        """Also of prompts."""
-        found = [] if self.prompts is None else check_files(self.prompts)
-        return [*super().file_problems(), *(problem.under("prompts") for problem in found)]
+    def outside_problems(self) -> list[Problem]:
+        """Also of prompts, and rewards of the user's own."""
+        if self.prompts is None:
+            return super().outside_problems()
+        columns = {*self.prompts.keep, *ANSWER_COLUMNS}
+        found = [p.under("prompts") for p in check_files(self.prompts)]
+        found += [p.under("rewards") for p in own_reward_problems(self.rewards, columns)]
+        return [*super().outside_problems(), *found]
 
 
 OF_PROMPTS = ("rewards", "actor_infer", "reward", "judges")

@@ -6,12 +6,13 @@ own is named by its dotted path.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cached_property
 from typing import Any, ClassVar
 
+from roll_td.config.classes import import_object
 from roll_td.config.function_settings import (
     AdaptiveSettings,
     CispoSettings,
@@ -31,6 +32,7 @@ from roll_td.config.function_settings import (
     TurnSettings,
 )
 from roll_td.config.schema import ConfigError, Problem, read
+from roll_td.config.signatures import check_settings
 
 
 @dataclass(frozen=True)
@@ -132,12 +134,50 @@ class FunctionArgs:
         """Its keyword arguments: the settings, and the defaults of those left out."""
         return self.settings if self.row is None else vars(self.settings_read)
 
+    def own_problems(self) -> list[Problem]:
+        """What is wrong with a function of the user's own, which is imported: that there is none,
+        or that it does not take its settings."""
+        if self.row is not None:
+            return []
+        try:
+            function = import_object(self.name)
+            if not callable(function):
+                raise ValueError(f"is a {type(function).__name__}; name a function")
+        except ValueError as error:
+            return [_problem("name", repr(self.name), error)]
+        try:
+            check_settings(function, self.settings)
+        except ValueError as error:
+            return [_problem("settings", "", error)]
+        return []
+
     @cached_property
     def settings_read(self) -> Any:
         """For a name of the table: its settings as an object of the row's class. Made once, as a
         reward asks for each response."""
         assert self.row is not None, "a function of the user's own has no class of settings"
         return read(self.row.settings_cls, self.settings).value
+
+
+def _problem(key: str, shown: str, error: ValueError) -> Problem:
+    rule, _, fix = str(error).rpartition("; ")
+    return Problem(key, shown, rule or fix, fix if rule else "")
+
+
+def functions_in(value: object, key: str = "") -> Iterator[tuple[str, FunctionArgs]]:
+    """The functions that a config names, by dotted key."""
+    if isinstance(value, FunctionArgs):
+        yield key, value
+        return
+    parts: Iterable[tuple[object, object]] = ()
+    if isinstance(value, list):
+        parts = enumerate(value)
+    elif isinstance(value, Mapping):
+        parts = value.items()
+    elif is_dataclass(value):
+        parts = ((f.name, getattr(value, f.name)) for f in fields(value))
+    for name, part in parts:
+        yield from functions_in(part, f"{key}.{name}" if key else str(name))
 
 
 @dataclass

@@ -8,13 +8,14 @@ get that row's; keyword-only ones are settings. None or NaN is "no score".
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from roll_td.config.base import WorkerConfig
+from roll_td.config.classes import import_object
 from roll_td.config.function_settings import require
-from roll_td.config.functions import Function, FunctionArgs
+from roll_td.config.functions import Function, FunctionArgs, functions_in
 from roll_td.config.reward_settings import (
     REPLY,
     ChoiceSettings,
@@ -26,6 +27,7 @@ from roll_td.config.reward_settings import (
     MathRuleSettings,
 )
 from roll_td.config.schema import ConfigError, Problem
+from roll_td.config.signatures import columns_of
 
 DEFAULT = "default"
 """The tag whose rewards judge the rows of all domains that have none, and rows without domain."""
@@ -218,6 +220,26 @@ def reward_problems(rewards: Rewards, columns: Collection[str]) -> list[Problem]
     return problems
 
 
+def own_reward_problems(rewards: Rewards, columns: Collection[str]) -> list[Problem]:
+    """Of functions of the user's own, which are imported where they can be, that they are given
+    columns a row does not have; arguments as of reward_problems."""
+    problems = []
+    for key, args in functions_in(rewards):
+        if args.row is None and not args.own_problems():
+            needed = columns_of(import_object(args.path))
+            problems += [p.under(key) for p in _missing(args, needed, {*columns, REPLY})]
+    return problems
+
+
+def _missing(
+    args: FunctionArgs, needed: Iterable[str], columns: Collection[str]
+) -> Iterator[Problem]:
+    if missing := [name for name in needed if name not in columns]:
+        rule = f"{args.name} needs columns that rows don't have: {', '.join(missing)}"
+        fix = f"keep them: data.keep: {{{missing[0]}: …}}"
+        yield Problem("", "", rule, fix)
+
+
 def _problems_of(functions: list[RewardArgs], columns: Collection[str]) -> list[Problem]:
     if not functions:
         fix = "name a function, or leave the domain out"
@@ -228,8 +250,5 @@ def _problems_of(functions: list[RewardArgs], columns: Collection[str]) -> list[
         rule, fix = "is there twice: its columns would have one name", "use each function once"
         problems.append(Problem("name", repr(label), rule, fix))
     for function in functions:
-        if missing := [name for name in function.columns or () if name not in columns]:
-            rule = f"{function.label} needs columns that rows don't have: {', '.join(missing)}"
-            fix = f"keep them: data.keep: {{{missing[0]}: …}}"
-            problems.append(Problem("", "", rule, fix))
+        problems += _missing(function, function.columns or (), columns)
     return problems

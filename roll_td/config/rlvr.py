@@ -12,7 +12,7 @@ from roll_td.config.function_settings import require
 from roll_td.config.judges import Judges, fill_in_judges, judge_problems
 from roll_td.config.model import GenerationConfig
 from roll_td.config.model_update import ModelUpdateConfig
-from roll_td.config.rewards import Rewards, RewardWorkerConfig, reward_problems
+from roll_td.config.rewards import Rewards, RewardWorkerConfig, own_reward_problems, reward_problems
 from roll_td.config.scheduling import SchedulingConfig, scheduling_problems
 from roll_td.config.schema import Problem
 from roll_td.config.text import LEAVE, TextConfig, ability_problems, count_problems, fill_in
@@ -174,6 +174,11 @@ class RLVRConfig(TextConfig):
     def reward_problems(self) -> list[Problem]:
         """What keeps answers from being scored."""
         return reward_problems(self.rewards, {*self.data.keep, *ANSWER_COLUMNS})
+
+    def outside_problems(self) -> list[Problem]:
+        """Also of rewards of the user's own."""
+        found = own_reward_problems(self.rewards, {*self.data.keep, *ANSWER_COLUMNS})
+        return [*super().outside_problems(), *(problem.under("rewards") for problem in found)]
 
     def _critic_problems(self) -> Iterator[Problem]:
         row, name = self.algorithm.advantage.row, self.algorithm.advantage.name

@@ -9,7 +9,7 @@ from roll_td.config.base import WorkerConfig, role_sections
 from roll_td.config.data import prompt_problems
 from roll_td.config.evaluation import all_answered_problems
 from roll_td.config.judges import Judges, fill_in_judges, judge_problems
-from roll_td.config.rewards import Rewards, RewardWorkerConfig, reward_problems
+from roll_td.config.rewards import Rewards, RewardWorkerConfig, own_reward_problems, reward_problems
 from roll_td.config.rlvr import ANSWER_COLUMNS, ValidationConfig
 from roll_td.config.scheduling import SchedulingConfig, scheduling_problems
 from roll_td.config.schema import ConfigError, Problem
@@ -47,6 +47,11 @@ class RolloutConfig(TextConfig):
     def passes(self) -> ValidationConfig:
         """What counts as right."""
         return ValidationConfig(self.actor_infer.generation, self.pass_at, self.pass_score)
+
+    def outside_problems(self) -> list[Problem]:
+        """Also of rewards of the user's own."""
+        found = own_reward_problems(self.rewards, {*self.data.keep, *ANSWER_COLUMNS})
+        return [*super().outside_problems(), *(problem.under("rewards") for problem in found)]
 
     def fill_in_roles(self) -> None:
         """The role that answers, and those that judge."""

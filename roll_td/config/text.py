@@ -43,13 +43,13 @@ class TextConfig(BaseConfig):
         yield from (problem.under("model") for problem in self.model.text_problems())
         yield from count_problems(self, "batch_size")
 
-    def file_problems(self) -> list[Problem]:
+    def outside_problems(self) -> list[Problem]:
         """Data, model and tokenizer; and models that roles have of their own."""
         problems = [problem.under("data") for problem in check_files(self.data)]
         of_roles = {f"{key}.model": role.model for key, role in role_sections(vars(self)).items()}
         for key, model in {"model": self.model, **of_roles}.items():
             problems += [] if model is None else [p.under(key) for p in model.file_problems()]
-        return [*super().file_problems(), *problems]
+        return [*super().outside_problems(), *problems]
 
 
 def fill_in(

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from roll_td.algorithms import rewards_shaping as shaping
-from roll_td.algorithms.choosing import call, check_settings, columns_of
+from roll_td.algorithms.choosing import call
 from roll_td.algorithms.kl import adapted_coefficient
 from roll_td.algorithms.masking import Moments, moments, whiten
 from roll_td.algorithms.ratios import within
 from roll_td.algorithms.weighting import by_difficulty, by_length
 from roll_td.config.algorithm import AlgorithmConfig
 from roll_td.config.classes import import_object
+from roll_td.config.signatures import check_settings, columns_of
 from roll_td.metrics import Last, Metric
 from roll_td.protocol import DataProto
 

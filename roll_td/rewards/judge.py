@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from roll_td.algorithms.choosing import check_settings, columns_of
 from roll_td.config.classes import import_object
 from roll_td.config.rewards import RewardArgs, RewardFunction, Rewards, listed, tag_of
+from roll_td.config.signatures import check_settings, columns_of
 from roll_td.metrics import Mean, Metric, Sum
 from roll_td.rewards.pool import Call, Outcome, Pool, run_call
 

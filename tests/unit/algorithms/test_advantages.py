@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll_td.algorithms import advantages
-from roll_td.algorithms.choosing import call, check_settings, columns_of
+from roll_td.algorithms.choosing import call
 from roll_td.algorithms.evaluation import explained_variance, pass_at_k
 from roll_td.config.classes import import_object
 from roll_td.config.functions import ADVANTAGES, AdvantageArgs
+from roll_td.config.signatures import check_settings, columns_of
 
 NAN, INF = math.nan, math.inf
 WANTED = {

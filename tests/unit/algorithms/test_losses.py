@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 
 from roll_td.algorithms import losses
 from roll_td.algorithms.aggregation import AGGREGATIONS, aggregate, denominators
-from roll_td.algorithms.choosing import call, columns_of
+from roll_td.algorithms.choosing import call
 from roll_td.algorithms.kl import ESTIMATORS, divergence
 from roll_td.algorithms.masking import token_means
 from roll_td.algorithms.ratios import LEVELS, gap, importance_weights, off_policy_mask, within
 from roll_td.config.classes import import_object
 from roll_td.config.functions import POLICY_LOSSES, PolicyLossArgs
+from roll_td.config.signatures import columns_of
 from roll_td.metrics import Max, Mean, merge_metrics
 
 NAN, INF = math.nan, math.inf

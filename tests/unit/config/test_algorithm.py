@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from roll_td.algorithms.aggregation import AGGREGATIONS
-from roll_td.algorithms.choosing import call, check_settings, columns_of
+from roll_td.algorithms.choosing import call
 from roll_td.algorithms.kl import ESTIMATORS
 from roll_td.algorithms.ratios import LEVELS, ratios
 from roll_td.algorithms.rewards_shaping import STATISTICS
@@ -37,6 +37,7 @@ from roll_td.config.functions import (
 from roll_td.config.load import load
 from roll_td.config.model import GenerationConfig
 from roll_td.config.schema import ConfigError, read
+from roll_td.config.signatures import check_settings, columns_of
 
 ROWS = [
     row

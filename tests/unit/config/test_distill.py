@@ -65,7 +65,7 @@ def test_what_is_refused(given, message) -> None:
 
 def test_a_teacher_that_is_not_there_is_told_before_the_start() -> None:
     made = config(teacher={"model": {"path": "./nowhere"}})
-    keys = [problem.key for problem in made.file_problems()]
+    keys = [problem.key for problem in made.outside_problems()]
     assert "teacher.model.path" in keys
 
 

@@ -76,6 +76,6 @@ def test_what_is_refused(given, message) -> None:
 def test_the_shipped_configs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     tiny = load(ROOT / "configs" / "dpo" / "tiny.yaml", [])
-    assert isinstance(tiny, DPOConfig) and tiny.file_problems() == []
+    assert isinstance(tiny, DPOConfig) and tiny.outside_problems() == []
     made = load(ROOT / "configs" / "dpo" / "dpo.yaml", ["model.path=m", "data.train=my.jsonl"])
     assert isinstance(made, DPOConfig)

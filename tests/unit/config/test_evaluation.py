@@ -95,5 +95,5 @@ def test_what_is_refused(cls: type, given: dict[str, Any], message: str) -> None
 
 
 def test_prompts_that_are_not_there_are_told_before_a_rank_starts() -> None:
-    told = [str(problem) for problem in config(**TRIED).file_problems()]
+    told = [str(problem) for problem in config(**TRIED).outside_problems()]
     assert any(line.startswith("prompts.train='b.jsonl': there is no such file") for line in told)

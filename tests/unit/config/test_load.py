@@ -159,7 +159,7 @@ def test_an_override_that_names_no_item_of_a_list(workdir: Path, override: str) 
 def test_what_a_run_is_to_go_on_from_has_to_be_there(workdir: Path) -> None:
     def problems(resume: str) -> list[str]:
         config = _load(workdir, PLAIN + f"output_dir: {workdir}", f"resume={resume}")
-        return [str(problem) for problem in config.file_problems()]
+        return [str(problem) for problem in config.outside_problems()]
 
     assert problems("auto") == problems("none") == problems(str(workdir)) == []
     (said,) = problems("elsewhere/step_4")

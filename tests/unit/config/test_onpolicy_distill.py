@@ -97,7 +97,7 @@ def test_each_row_has_to_have_a_teacher() -> None:
 
 def test_files_of_the_teachers_are_looked_for() -> None:
     made = config(teachers={"default": {"model": {"path": "./not-here"}}})
-    keys = [problem.key for problem in made.file_problems()]
+    keys = [problem.key for problem in made.outside_problems()]
     assert "teachers.default.model.path" in keys
 
 
@@ -105,5 +105,5 @@ def test_the_shipped_config(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     made = load(ROOT / "configs" / "onpolicy_distill" / "tiny.yaml", [])
     assert isinstance(made, OnPolicyDistillConfig)
-    problems = made.file_problems()
+    problems = made.outside_problems()
     assert {problem.key for problem in problems} <= {"teachers.default.model.path"}

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from roll_td.algorithms.choosing import check_settings, columns_of
 from roll_td.config.classes import import_object
 from roll_td.config.rewards import (
     REWARDS,
@@ -22,6 +21,7 @@ from roll_td.config.rewards import (
     tag_of,
 )
 from roll_td.config.schema import ConfigError, read
+from roll_td.config.signatures import check_settings, columns_of
 
 COLUMNS = {"response", "prompt", "ground_truth", "domain"}
 
