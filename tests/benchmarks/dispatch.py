@@ -186,25 +186,34 @@ class BenchPipeline(BasePipeline):
         data = {k: v * mask for k, v in columns(1024, 4096).items()}
         packed, padded = DataProto({**data, "lengths": lengths}), DataProto(data)
         want = data["old_log_probs"][mask] * 2
+        before = self.bytes_out
+        self.a.double(padded)
+        between = self.bytes_out
         assert torch.equal(self.a.double(packed)["log_probs"][mask], want)
+        ratio = (between - before) / (self.bytes_out - between)
+        print(f"uneven: bytes out, padded / packed {ratio:.2f}")
         return self.measure("uneven", {"ours": lambda: clock(self.a.double, packed),
                                        "padded": lambda: clock(self.a.double, padded)})  # fmt: skip
+
+    @property
+    def bytes_out(self) -> int:
+        """What has left the driver so far."""
+        driver = current_driver()
+        return int(driver.sending.bytes_sent + driver.hub.bytes_sent)
 
     def replicas(self) -> None:
         """Bytes out and peak memory of one call, in roles without and with replicas."""
         data = columns(*SIZES["128M"])
         batch, size = DataProto(data), sum(t.nbytes for t in data.values())
-        driver = current_driver()
         for name, cluster in {"dp = 4": self.a, "dp = 2, tp = 2": self.tp}.items():
             cluster.double(DataProto(columns(16, 308)))
-            before = driver.sending.bytes_sent + driver.hub.bytes_sent
-            result = None
+            before, result = self.bytes_out, None
             ctypes.CDLL(None).malloc_trim(0)  # or the result lands in freed, resident memory
             Path("/proc/self/clear_refs").write_text("5")
             resident = memory("VmRSS")
             result = cluster.double(batch)["log_probs"]
             peak = size + memory("VmHWM") - resident
-            out = driver.sending.bytes_sent + driver.hub.bytes_sent - before
+            out = self.bytes_out - before
             print(f"{name}: bytes out / batch {out / size:.4f}, driver's peak / (batch + result) "
                   f"{peak / (size + result.nbytes):.3f}")  # fmt: skip
 
