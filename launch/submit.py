@@ -78,6 +78,11 @@ def minutes(text: str) -> int:
     return -(-seconds // 60)
 
 
+def sees_this_machine(to: str) -> bool:
+    """Whether a job sees the files of this machine: others have those of an image."""
+    return to in ("slurm", "torchx:slurm", "torchx:local_cwd")
+
+
 def submit(
     config: str, overrides: Sequence[str], wishes: Wishes, target: Target, dry_run: bool
 ) -> None:
@@ -86,8 +91,7 @@ def submit(
     Raises ValueError for what can't be run there, or if the run has a job already.
     """
     # an image has a working directory of its own, to which paths are relative
-    is_here = target.to in ("slurm", "torchx:slurm", "torchx:local_cwd")
-    folder = os.getcwd() if is_here else ""
+    folder = os.getcwd() if sees_this_machine(target.to) else ""
     spec = job_spec(load(config, overrides), config, overrides, wishes, os.environ, folder)
     if target.to == "slurm":
         from launch import slurm
@@ -109,10 +113,17 @@ def submit(
     if target.to.startswith("torchx:local"):
         print(f"job {job} on {target.to} has ended well")
         return
+    print(f"job {job} on {target.to}")
     run_dir = Path(spec.run_dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / RECORD).write_text(json.dumps({"to": target.to, "job": job}) + "\n")
-    print(f"job {job} on {target.to}\nroll-td status {spec.run_dir}")
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / RECORD).write_text(json.dumps({"to": target.to, "job": job}) + "\n")
+    except OSError as error:  # it may be a folder of the image alone
+        raise ValueError(
+            f"job {job} is submitted, but `roll-td status`, `logs` and `cancel` will not know of "
+            f"it: {error}; ask the scheduler"
+        ) from error
+    print(f"roll-td status {spec.run_dir}")
 
 
 def status(run_dir: str) -> None:

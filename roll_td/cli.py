@@ -55,13 +55,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return command(**arguments)
 
 
-def check(config: str, overrides: Sequence[str]) -> Report:
-    """Everything that can be told of a config without starting a rank."""
+def check(config: str, overrides: Sequence[str], is_here: bool = True) -> Report:
+    """Everything that can be told of a config without starting a rank. `is_here`: whether the job
+    will see the files of this machine."""
     checked = check_config(config, overrides)
     further, unchecked = _further_problems(checked.roles)
     problems = [*checked.problems, *_class_problems(checked), *further]
-    if checked.config is not None:
-        problems += checked.config.outside_problems()
+    outside = [] if checked.config is None else checked.config.outside_problems()
+    if is_here:
+        problems += outside
+    else:
+        unchecked += [f"{problem} (or have it there)" for problem in outside]
     if checked.size is None:
         return Report(None, "", tuple(unchecked), tuple(problems))
     size = checked.size
@@ -161,14 +165,14 @@ def _run(config: str, overrides: list[str]) -> int:
 def _submit(config: str, overrides: list[str], nodes: int | None, **options: Any) -> int:
     if nodes is not None:
         overrides = [*overrides, f"num_nodes={nodes}"]
-    report = check(config, overrides)
+    from launch.submit import sees_this_machine, submit_with
+
+    report = check(config, overrides, sees_this_machine(options["to"]))
     for warning in report.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if report.problems:
         print(_problem_text(config, report.problems), file=sys.stderr)
         return 1
-    from launch.submit import submit_with
-
     return _told("submit", lambda: submit_with(config, overrides, **options))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -158,9 +159,13 @@ class BaseConfig(CheckpointConfig):
         return getattr(self, "max_steps", None)
 
     def outside_problems(self) -> list[Problem]:
-        """What the config names and is not to be had here: files, functions of the user's own.
-        Asked by `roll-td check` and `run`; a subclass that names files adds to it."""
+        """What the config names and is not to be had here: files, folders to write to, functions of
+        the user's own. Asked by `roll-td check` and `run`; a subclass that names files adds to it.
+        """
         problems = self.resume_problems(self.run_dir / "checkpoints")
+        problems += _unwritable("output_dir", self.run_dir)
+        export_dir = getattr(self, "export_dir", None)
+        problems += [] if export_dir is None else _unwritable("export_dir", Path(export_dir))
         for key, function in functions_in(self):
             problems += [problem.under(key) for problem in function.own_problems()]
         return problems
@@ -247,6 +252,15 @@ def _same_names(sections: Mapping[str, WorkerConfig]) -> list[Problem]:
             fix = "give each role its own name"
             problems.append(Problem(f"{section}.name", repr(role.name), rule, fix))
     return problems
+
+
+def _unwritable(key: str, folder: Path) -> list[Problem]:
+    """A problem if nothing can be written into a folder, which is made where there is none."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
+        return []
+    rule = f"{there} is {'not to be written to' if there.is_dir() else 'no folder'}"
+    return [Problem(key, repr(str(folder)), rule, "name a folder of yours")]
 
 
 def _count(owner: object, name: str, least: int = 1) -> list[Problem]:

@@ -168,6 +168,16 @@ def test_what_a_run_is_to_go_on_from_has_to_be_there(workdir: Path) -> None:
     assert problems("elsewhere/step_4") == [], "a requeued run goes on from its own"
 
 
+def test_where_a_run_writes_has_to_be_a_folder(workdir: Path) -> None:
+    (workdir / "file").write_text("")
+    for place, wrong in ("new/er", ""), ("file", "file"), ("file/in/it", "file"):
+        config = _load(workdir, PLAIN, f"output_dir={workdir / place}")
+        found = [str(problem) for problem in config.outside_problems()]
+        said = f"output_dir='{workdir / place}/exp': {workdir / wrong} is no folder; name a folder"
+        assert [text[: len(said)] for text in found] == ([said] if wrong else [])
+    assert not (workdir / "new").exists()
+
+
 @pytest.mark.parametrize(
     ("override", "devices"),
     [

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from launch import slurm
+from launch import slurm, torchx_component
 from launch.submit import minutes
 from roll_td.cli import main
 
@@ -70,6 +70,18 @@ def test_a_dry_run_for_kubernetes_asks_for_an_image(capsys: pytest.CaptureFixtur
     assert submit(*given, "--option", "image=mine", "seed=8") == 0
     out = capsys.readouterr().out
     assert "image: mine" in out and "seed=8" in out
+
+
+def test_what_an_image_may_have_is_no_problem(capsys: pytest.CaptureFixture[str]) -> None:
+    only_there = ["data.train=/nowhere/a.jsonl", "output_dir=/proc/version/x"]
+    assert submit("--to", "slurm", "--dry-run", *only_there) == 1
+    text = capsys.readouterr().err
+    assert "data.train='/nowhere/a.jsonl': there is no such file" in text
+    assert "output_dir='/proc/version/x/tiny': /proc/version is no folder" in text
+    given = ["--to", "torchx:kubernetes", "--dry-run", "--option", "queue=q"]
+    assert submit(*given, "--option", "image=mine", *only_there) == 0
+    text = capsys.readouterr().err
+    assert text.count("warning: ") == text.count("(or have it there)") == 2
 
 
 @pytest.mark.parametrize(
@@ -138,6 +150,18 @@ def test_a_run_remembers_its_job(
     assert backend.cancelled == ["42"]
     Backend(monkeypatch, "CANCELLED")
     assert submit(*given) == 0, "one that has ended is in nobody's way"
+
+
+def test_a_job_that_no_folder_here_can_remember_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torchx_component, "submit", lambda *given: "kubernetes://torchx/q:job")
+    (tmp_path / "file").write_text("")
+    given = ["--to", "torchx:kubernetes", "--option", "queue=q", "--option", "image=mine"]
+    assert submit(*given, f"output_dir={tmp_path}/file") == 1
+    out, err = capsys.readouterr()
+    assert out == "job kubernetes://torchx/q:job on torchx:kubernetes\n"
+    assert "job kubernetes://torchx/q:job is submitted, but `roll-td status`" in err
 
 
 def test_logs_are_those_of_the_script_and_of_the_last_start(
