@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
@@ -26,6 +27,7 @@ most this share, too."""
 _LETTER = re.compile(r"\\(?:mathrm|mathit|rm)\s*\{\s*([A-Za-z])\s*\}")
 _THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:(?:\\[,!;: ]|\{,\}|[ ~])\d{3})+(?!\d)")
 _MIXED = re.compile(r"(?<![\w.,/^})])(-?)(\d{1,9})\s+(\d{1,9})/(\d{1,9})(?![\w.])(\s*%)?")
+_SCIENTIFIC = re.compile(r"(?<![\w.\\}])(?:\d+(?:\.\d+)?|\.\d+)[eE][+-]?\d{1,2}(?![\w^]|\.\d)")
 _PERCENT = re.compile(r"\s*(?:\\?%|[Pp]ercent|\\text\s*\{\s*percent\s*\})\s*$")
 _NO_MEANING = re.compile(r"\\left|\\right|\\displaystyle|\\[,!;: ]|\\q?quad|[\s$~]")
 _QUANTIFIER = re.compile(r"\\forall|\\exists|[∀∃]")
@@ -125,6 +127,8 @@ def _rewritten(text: str) -> str:
         fraction = f"{found[1]}{whole * below + above}/{below}"
         return f"${fraction}$ percent" if found[5] else fraction
 
+    text = text.replace("\\varnothing", "\\emptyset")
+    text = _SCIENTIFIC.sub(lambda found: f"{Decimal(found[0]):f}", text)
     return _MIXED.sub(improper, _LETTER.sub(r"\1", text))
 
 

@@ -106,6 +106,23 @@ def test_g04_a_ground_truth_equals_itself(gold: object) -> None:  # G04
     assert verdict(r"\boxed{12345}", gold) == 0
 
 
+@pytest.mark.parametrize(
+    ("gold", "answer", "score"),
+    [
+        ("1000", "\\boxed{1e3}", 1),
+        ("0.0015", "It is 1.5E-3.", 1),
+        ("1e3", "1000", 1),
+        ("-0.01", "\\boxed{x = -1e-2}", 1),
+        ("1001", "\\boxed{1e3}", 0),
+        ("2e^3", "\\boxed{2000}", 0),
+        ("\\emptyset", "\\boxed{\\varnothing}", 1),
+        ("\\varnothing", "\\boxed{0}", 0),
+    ],
+)
+def test_other_ways_to_write_the_same(gold: str, answer: str, score: float) -> None:
+    assert math_rule(answer, gold, gold_after=None) == score
+
+
 def test_an_ellipsis_is_compared_as_text() -> None:
     gold = r"1, 2, \ldots, n"
     assert verdict(r"\boxed{1,2,\ldots,n}", gold) == 1 and verdict(f"${gold}$", gold) == 1
