@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from roll_td.config.base import BaseConfig
+from roll_td.config.schema import ConfigError
 from roll_td.distributed.world import World
 from roll_td.platform import current_platform, keep_freed_memory
 from roll_td.runtime.control import Connection, Frame, Hub, Kind, is_lost
@@ -290,6 +291,8 @@ class _Rank:
 
     def _drive(self, pipeline_cls: type, undertaker: Undertaker) -> None:
         try:
+            if problems := self.config.outside_problems():  # where torchrun or srun start the ranks
+                raise ConfigError(problems)  # nobody else has looked
             pipeline = pipeline_cls(self.config)
             is_stopped = _runs_until_stopped(pipeline)
             if hasattr(pipeline, "close"):

@@ -76,6 +76,15 @@ def test_a_worker_that_cannot_be_initialized_ends_the_job(tmp_path: Path) -> Non
 
 
 @pytest.mark.timeout(90)
+def test_what_nobody_has_checked_is_refused_by_the_driver(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    ended = torchrun(fails(tmp_path, "raise"), 2, f"output_dir={tmp_path}/file").finish(40)
+    assert ended.code == 1
+    assert "STARTED" not in ended.out
+    assert f"{tmp_path}/file is no folder; name a folder of yours" in ended.cause
+
+
+@pytest.mark.timeout(90)
 def test_a_rank_that_cannot_load_the_users_code_keeps_the_job_from_starting(tmp_path: Path) -> None:
     job = torchrun(fails(tmp_path, "raise"), 3, RAISE_AT_IMPORT_ON="1")
     ended = job.finish(40)
