@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any, Literal
@@ -85,6 +84,25 @@ FIXED_FOR_VLLM = {
 
 
 @dataclass
+class VllmArguments:
+    """Those of its engine arguments that are looked at here, so also where it is not installed."""
+
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float | None = None
+    pipeline_parallel_size: int | None = None
+    enforce_eager: bool | None = None
+
+    def __post_init__(self) -> None:
+        numbers = {k: v for k, v in vars(self).items() if k != "max_model_len"}  # -1: as it fits
+        wrong = [k for k, v in numbers.items() if v is not None and v is not False and v <= 0]
+        if wrong:
+            raise ConfigError(Problem(k, repr(numbers[k]), "must be above 0", "") for k in wrong)
+
+
+@dataclass
 class VllmConfig:
     """An engine of vLLM on the devices of each worker, tensor-parallel over them. Further keys are
     arguments of its EngineArgs, by the names that the installed vLLM has. On CPUs without saying
@@ -117,6 +135,8 @@ class VllmConfig:
             for key, why in FIXED_FOR_VLLM.items()
             if key in self.engine_args
         ]
+        looked_at = {f.name for f in fields(VllmArguments)} & self.engine_args.keys()
+        problems += read(VllmArguments, {k: self.engine_args[k] for k in looked_at}).problems
         if self.lora == "adapters" and self.sleep_level == 2:
             rule, fix = "drops weights, and lora=adapters has no copy of them", "set it to 1"
             problems.append(Problem("sleep_level", "2", rule, fix))
@@ -153,9 +173,9 @@ class Strategy:
     """Whether its memory is on all devices of a worker; else on the first."""
     further: str | None = None
     """Field of config_cls that takes the keys which are none of its own; None: these are errors."""
-    further_names: str | None = None
-    """Dotted path of a function, () → names that such keys may have, in a module without torch; it
-    gives None where they can't be told, and the engine checks them when it starts."""
+    further_cls: str | None = None
+    """Dotted path of a function, () → a dataclass of what such keys may be, in a module without
+    torch; it gives None where that can't be told, and the role checks them when it starts."""
 
 
 _APART = "roll_td.distributed.topology.apart"
@@ -190,19 +210,12 @@ STRATEGIES = {
         memory=f"{_MEMORY}vllm",
         spreads=True,
         further="engine_args",
-        further_names="roll_td.config.vllm.engine_arguments",
+        further_cls="roll_td.config.vllm.engine_arguments",
     ),
     "mock_infer": Strategy(
         "roll_td.strategies.mock.MockInfer", MockConfig, _APART, generates=True, serves=True
     ),
 }
-
-
-def unknown_argument(key: str, value: object, names: Iterable[str]) -> Problem:
-    """Of an engine that has arguments of these names."""
-    near = get_close_matches(key, names, 1)
-    fix = f"did you mean {near[0]}?" if near else "leave it out"
-    return Problem(key, repr(value), "the engine has no such argument", fix)
 
 
 @dataclass
@@ -235,15 +248,21 @@ class StrategyArgs:
         return self._read().value
 
     def further_problems(self) -> list[Problem] | None:
-        """Keys that `further` has taken and that are no names of the engine's; None: can't be told
-        here."""
-        if self.row.further is None or self.row.further_names is None:
+        """What is wrong with keys that `further` has taken; None: can't be told here."""
+        if self.row.further is None or self.row.further_cls is None:
             return []
-        names = import_object(self.row.further_names)()
-        if names is None:
+        cls = import_object(self.row.further_cls)()
+        if cls is None:
             return None
         given = getattr(self.settings, self.row.further)
-        return [unknown_argument(key, given[key], names) for key in given if key not in names]
+        names = [field.name for field in fields(cls)]
+        problems = []
+        for key in [key for key in given if key not in names]:
+            near = get_close_matches(key, names, 1)
+            fix = f"did you mean {near[0]}?" if near else "leave it out"
+            problems.append(Problem(key, repr(given[key]), "the engine has no such argument", fix))
+        known = {key: value for key, value in given.items() if key in names}
+        return [*problems, *read(cls, known).problems]
 
     def _read(self) -> Reading[Any]:
         given, further = self.strategy_config, self.row.further

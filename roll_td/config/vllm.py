@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import ast
+import builtins
 from collections.abc import Iterator
+from dataclasses import field, make_dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from roll_td.config.base import WorkerConfig
 from roll_td.config.schema import Problem
 from roll_td.config.strategies import VllmConfig
 
 
-def engine_arguments() -> frozenset[str] | None:
-    """The fields of its EngineArgs, from its source; None where vLLM is not installed."""
+def engine_arguments() -> type | None:
+    """A dataclass with the fields of its EngineArgs, from its source: those of built-in types have
+    them, the others take anything. None where vLLM is not installed."""
     spec = find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -23,11 +27,21 @@ def engine_arguments() -> frozenset[str] | None:
         for node in ast.parse(source.read_text()).body
         if isinstance(node, ast.ClassDef) and node.name == "EngineArgs"
     )
-    return frozenset(
-        node.target.id
+    arguments = [
+        (node.target.id, _hint(node.annotation), field(default=None))
         for node in body
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-    )
+    ]
+    return make_dataclass("EngineArgs", arguments)
+
+
+def _hint(annotation: ast.expr) -> Any:
+    """A type that needs no other module, as the source says it; else any."""
+    parts = list(ast.walk(annotation))
+    names = {part.id for part in parts if isinstance(part, ast.Name)}
+    quoted = any(isinstance(part, ast.Constant) and part.value is not None for part in parts)
+    known = all(hasattr(builtins, name) for name in names) and not quoted
+    return ast.unparse(annotation) if known else Any
 
 
 def room_problems(role: WorkerConfig, prompt_tokens: int) -> Iterator[Problem]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import make_dataclass
 from pathlib import Path
 from types import ModuleType
 
@@ -94,7 +95,8 @@ def test_arguments_of_an_engine_where_it_is_installed(
     monkeypatch.setattr(vllm, "find_spec", lambda name: None)
     assert main(["check", config, *given]) == 0
     assert f"warning: {key}: the engine's arguments are not checked" in capsys.readouterr().out
-    monkeypatch.setattr(strategies, "import_object", lambda path: lambda: {"max_model_len"})
+    known = make_dataclass("EngineArgs", [("max_model_len", int, 1)])
+    monkeypatch.setattr(strategies, "import_object", lambda path: lambda: known)
     assert main(["check", config, *given]) == 1
     wrong = f"{key}.max_modellen=3: the engine has no such argument; did you mean max_model_len?"
     assert wrong in capsys.readouterr().out

@@ -10,7 +10,6 @@ import logging
 import os
 import traceback
 from collections.abc import Collection, Sequence
-from dataclasses import fields
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
-from roll_td.config.strategies import unknown_argument
 from roll_td.strategies.parts import Weight
 from roll_td.strategies.vllm.process import shared_memory
 from roll_td.strategies.vllm.shared import Handle, SharedWeights
@@ -124,12 +122,7 @@ class Engine:
 
     def start(self, arguments: dict[str, Any]) -> int:
         """Make it of these engine arguments; gives the most tokens of prompt and response. Its
-        weights come later, or with enable_lora from the model's files. ValueError for an argument
-        that vLLM doesn't have."""
-        known = {field.name for field in fields(vllm.EngineArgs)}
-        for key, value in arguments.items():
-            if key not in known:
-                raise ValueError(str(unknown_argument(key, value, known).under("strategy_config")))
+        weights come later, or with enable_lora from the model's files."""
         defaults = ON_CPU if current_platform.is_cpu() else {}
         fixed = {
             "load_format": "auto" if arguments.get("enable_lora") else "dummy",

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from roll_td import models
 from roll_td.config.model import GenerationConfig
+from roll_td.config.schema import ConfigError
 from roll_td.config.strategies import VllmConfig
 from roll_td.platform import physical_device
 from roll_td.protocol import DataProto
@@ -67,10 +68,14 @@ class VllmInfer(HoldsWeights, InferenceStrategy):
         """Start the engine, and give it the weights of the model, without LoRA: they come merged,
         or the adapters alone.
 
-        ValueError for an engine argument that vLLM doesn't know or can't use, or for lora=adapters
-        without any; RuntimeError for what else it can't start with.
+        ValueError for an engine argument that vLLM doesn't know or can't use (ConfigError), or for
+        lora=adapters without any; RuntimeError for what else it can't start with.
         """
         context, config = self.context, self.context.model
+        args = context.config.strategy_args
+        if args is not None and (problems := args.further_problems()):
+            key = f"{context.role}.strategy_args.strategy_config"
+            raise ConfigError([problem.under(key) for problem in problems])
         self._owner = f"role {context.role}, worker {context.rank_info.rank}"
         if self._adds_adapters and (config.path is None or config.path.endswith(".gguf")):
             raise ValueError(

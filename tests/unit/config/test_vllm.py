@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from roll_td.config import vllm
+from roll_td.config.schema import ConfigError
 from roll_td.config.strategies import StrategyArgs
 
 SOURCE = """
@@ -17,6 +20,10 @@ raise ImportError("it is only read")
 class EngineArgs:
     model: str = "m"
     max_model_len: int | None = None
+    seqs: int | None = None
+    share: float = 0.9
+    names: list[str] | None = None
+    kind: "Kind | str" = None
     MAX = 3
 
     def __post_init__(self) -> None:
@@ -36,8 +43,22 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "vllm" / "engine" / "arg_utils.py").write_text(SOURCE)
 
 
-def test_names_come_from_the_source(installed: None) -> None:
-    assert vllm.engine_arguments() == {"model", "max_model_len"}
+def test_arguments_come_from_the_source(installed: None) -> None:
+    cls = vllm.engine_arguments()
+    assert cls is not None
+    assert [field.name for field in fields(cls)] == [
+        "model", "max_model_len", "seqs", "share", "names", "kind",
+    ]  # fmt: skip
+
+
+def test_one_of_another_type_is_told(installed: None) -> None:
+    given = {"seqs": "abc", "share": 1, "names": ["a", 2], "kind": 3}
+    problems = StrategyArgs("vllm", given).further_problems()
+    assert problems is not None
+    assert [str(problem) for problem in problems] == [
+        "seqs='abc': must be int or null, is str",
+        "names[1]=2: must be str, is int; write it in quotes",
+    ]
 
 
 def test_an_unknown_one_is_told_with_the_nearest(installed: None) -> None:
@@ -49,6 +70,24 @@ def test_an_unknown_one_is_told_with_the_nearest(installed: None) -> None:
         "zzz=5: the engine has no such argument; leave it out",
     ]
     assert StrategyArgs("mock_infer").further_problems() == []
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"max_num_seqs": "abc"}, "max_num_seqs='abc': must be int or null, is str"),
+        ({"max_num_seqs": True}, "max_num_seqs=True: must be int or null, is bool"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens=0: must be above 0"),
+        ({"gpu_memory_utilization": -0.5}, "gpu_memory_utilization=-0.5: must be above 0"),
+        ({"enforce_eager": "no"}, "enforce_eager='no': must be bool or null, is str"),
+    ],
+)
+def test_those_that_are_looked_at_are_checked_without_it(
+    given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        StrategyArgs("vllm", given)
+    assert str(raised.value) == f"strategy_config.{message}"
 
 
 def test_without_it_none_can_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
