@@ -185,7 +185,7 @@ def _support_problems(config: AlgorithmConfig, generation: GenerationConfig) -> 
 
 
 def _group_problems(config: AlgorithmConfig, generation: GenerationConfig) -> list[Problem]:
-    if generation.num_return_sequences > 1:
+    if generation.num_return_sequences > 1 and generation.temperature > 0:
         return []
     row = config.advantage.row
     wants_others = {
@@ -195,8 +195,10 @@ def _group_problems(config: AlgorithmConfig, generation: GenerationConfig) -> li
         "scores.length_weight": ({}, config.scores.length_weight is not None),
         "difficulty_weight": ({}, config.difficulty_weight is not None),
     }
-    rule = "compares the responses to one prompt, and num_return_sequences=1: nothing is learnt"
-    fix = "generate at least 2"
+    given, fix = "num_return_sequences=1", "generate at least 2"
+    if generation.num_return_sequences > 1:
+        given, fix = "with temperature=0 all are the same", "sample with temperature: 1"
+    rule = f"compares the responses to one prompt, and {given}: nothing is learnt"
     return [
         Problem(key, repr(value), rule, fix)
         for key, (value, wants) in wants_others.items()

@@ -7,14 +7,17 @@ from dataclasses import dataclass, field
 
 from roll_td.config.algorithm import AlgorithmConfig, generation_problems
 from roll_td.config.base import WorkerConfig, role_sections
+from roll_td.config.classes import import_object
 from roll_td.config.data import prompt_problems
 from roll_td.config.function_settings import require
+from roll_td.config.functions import FunctionArgs
 from roll_td.config.judges import Judges, fill_in_judges, judge_problems
 from roll_td.config.model import GenerationConfig
 from roll_td.config.model_update import ModelUpdateConfig
 from roll_td.config.rewards import Rewards, RewardWorkerConfig, own_reward_problems, reward_problems
 from roll_td.config.scheduling import SchedulingConfig, scheduling_problems
 from roll_td.config.schema import Problem
+from roll_td.config.signatures import columns_of
 from roll_td.config.text import LEAVE, TextConfig, ability_problems, count_problems, fill_in
 from roll_td.config.vllm import room_problems
 
@@ -140,6 +143,10 @@ class RLVRConfig(TextConfig):
         yield from count_problems(
             self, "mini_batches", "ppo_epochs", "max_steps", "eval_steps", "record_steps"
         )
+        answers = self.batch_size * self.actor_infer.generation.num_return_sequences
+        if self.mini_batches > answers:
+            rule, fix = f"is more than the {answers} answers of a step", "take fewer"
+            yield Problem("mini_batches", repr(self.mini_batches), rule, fix)
         if self.max_refills < 0:
             yield Problem("max_refills", repr(self.max_refills), "must be at least 0", LEAVE)
         if self.max_refills and not self.algorithm.scores.drop_without_signal:
@@ -176,9 +183,25 @@ class RLVRConfig(TextConfig):
         return reward_problems(self.rewards, {*self.data.keep, *ANSWER_COLUMNS})
 
     def outside_problems(self) -> list[Problem]:
-        """Also of rewards of the user's own."""
+        """Also of rewards, an advantage and a policy loss of the user's own."""
         found = own_reward_problems(self.rewards, {*self.data.keep, *ANSWER_COLUMNS})
-        return [*super().outside_problems(), *(problem.under("rewards") for problem in found)]
+        problems = [*super().outside_problems(), *(problem.under("rewards") for problem in found)]
+        return [*problems, *self._column_problems()]
+
+    def _column_problems(self) -> Iterator[Problem]:
+        """Of functions of the user's own that take what no role of this config computes."""
+        roles = {
+            "ref_log_probs": ("algorithm.kl", self.reference),
+            "values": ("algorithm.advantage.name: gae, or critic", self.critic),
+        }
+        lacking = {column: setting for column, (setting, role) in roles.items() if role is None}
+        for key in ("advantage", "policy_loss"):
+            args: FunctionArgs = getattr(self.algorithm, key)
+            if args.row is not None or args.own_problems():
+                continue
+            for column in set(columns_of(import_object(args.path))) & set(lacking):
+                rule, fix = f"needs {column}, which no role computes", f"set {lacking[column]}"
+                yield Problem(f"algorithm.{key}.name", repr(args.name), rule, fix)
 
     def _critic_problems(self) -> Iterator[Problem]:
         row, name = self.algorithm.advantage.row, self.algorithm.advantage.name

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from roll_td.algorithms import rewards_shaping as shaping
-from roll_td.algorithms.choosing import call
+from roll_td.algorithms.choosing import call, check_advantages
 from roll_td.algorithms.kl import adapted_coefficient
 from roll_td.algorithms.masking import Moments, moments, whiten
 from roll_td.algorithms.ratios import within
@@ -98,6 +98,7 @@ class Estimator:
         names = batch.keys()
         columns = {name: batch[name] for name in names} | {"token_level_rewards": rewards}
         made = call(self.advantage, columns, algorithm.advantage.arguments)
+        check_advantages(self.advantage, made, mask)
         if algorithm.whiten_advantages:
             made["advantages"] = whiten(made["advantages"], mask, ddof=1)
         if (weight := algorithm.difficulty_weight) is not None:

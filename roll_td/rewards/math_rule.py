@@ -28,6 +28,30 @@ _LETTER = re.compile(r"\\(?:mathrm|mathit|rm)\s*\{\s*([A-Za-z])\s*\}")
 _THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:(?:\\[,!;: ]|\{,\}|[ ~])\d{3})+(?!\d)")
 _MIXED = re.compile(r"(?<![\w.,/^})])(-?)(\d{1,9})\s+(\d{1,9})/(\d{1,9})(?![\w.])(\s*%)?")
 _SCIENTIFIC = re.compile(r"(?<![\w.\\}])(?:\d+(?:\.\d+)?|\.\d+)[eE][+-]?\d{1,2}(?![\w^]|\.\d)")
+_SIGNS = {
+    "\\varnothing": "\\emptyset",
+    "\\degree": "^\\circ ",
+    "°": "^\\circ ",
+    "∞": "\\infty ",
+    "·": "\\cdot ",
+    "²": "^2",
+    "³": "^3",
+    "½": "\\frac{1}{2}",
+    "∓": "\\mp ",
+    "±": "\\pm ",
+}
+"""What math-verify does not read, and what it does."""
+_ROOT = re.compile(r"√\s*(\d+|[A-Za-z])")
+_CURRENCY = re.compile(r"(?<!\\)\\\$|[£€¥]")
+_REPEATING = re.compile(r"(?<![\w.])(\d{1,9})\.(\d{0,9})\\overline\s*\{\s*(\d{1,9})\s*\}")
+_STYLED = re.compile(r"\\(?:text|mathrm|(?:text|math)bf|underline)\s*\{\s*([-+]?\.?\d[^{}]*)\}")
+_NUMBER_OF = re.compile(
+    r"(?P<number>[-+]?[\d.,]*\d|\\[dt]?frac\{\d+\}\{\d+\})"
+    r"(?:\s*\^\{?\\circ\s*\}?\s*[CF]|[\s~]+(?!(?:hundred|thousand|[mbtr]+illion|percent)\b)"
+    r"(?:(?:[ckm]?m|ft|in|yd|mi|kg|lb)(?:\s*\^\{?[23]\}?|/(?:h|hr|s))|[A-Za-z]{4,}(?:\s[a-z]+)*))"
+)
+"""A number and a unit as plain letters, which math-verify takes for variables."""
+_BASE = re.compile(r"(?<=\d)_\{?(\d+)\}?$")
 _PERCENT = re.compile(r"\s*(?:\\?%|[Pp]ercent|\\text\s*\{\s*percent\s*\})\s*$")
 _NO_MEANING = re.compile(r"\\left|\\right|\\displaystyle|\\[,!;: ]|\\q?quad|[\s$~]")
 _QUANTIFIER = re.compile(r"\\forall|\\exists|[∀∃]")
@@ -64,8 +88,9 @@ def math_rule(response: str, ground_truth: object, *, gold_after: str | None) ->
     is the text after the last of these, if it has one.
 
     Where one may differ: 1000,99 is 1000.99 in a text, and in a box or formula a pair; a percentage
-    is its number (28% is 28), and so are degrees (90° is 90, not π/2); a number to another base is
-    read to base 10; numbers are equal to 6 decimals (33.3 is not 100/3), the ends of intervals
+    is its number (28% is 28), and so are degrees (90° is 90, not π/2); currencies and units say
+    nothing; a number to another base is read to base 10, and two that state one must state the
+    same; numbers are equal to 6 decimals (33.3 is not 100/3), the ends of intervals
     exactly; √(1/n) is not 1/√n, which needs n > 0; formulas with an ellipsis are equal as texts
     only; a quantifier must be on both sides. TypeError as ground_truth_text.
     """
@@ -89,6 +114,7 @@ def gold_equals_itself(ground_truth: object, *, gold_after: str | None) -> float
 @lru_cache(MOST_GOLDS)
 def _gold(text: str) -> Answer | None:
     """None for a text without meaning."""
+    text = _CURRENCY.sub("", text)
     is_bare = last_box(text) is None and not _MARKED.search(text)
     gold = _formula(text) if is_bare else _read(text)
     return gold if gold.has_value or _ELLIPSIS.search(gold.text) else None
@@ -97,6 +123,7 @@ def _gold(text: str) -> Answer | None:
 def _read(text: str) -> Answer:
     """The answer in a text: its last box, all of it if that is a formula, else what math-verify
     finds."""
+    text = _CURRENCY.sub("", text)
     box, whole = last_box(text), _WHOLE.fullmatch(text.strip())
     if box is not None:
         return _formula(box)
@@ -109,10 +136,19 @@ def _read(text: str) -> Answer:
 
 def _formula(text: str) -> Answer:
     """A text that is a formula as a whole."""
+    text = text.strip()
+    text = text if text.endswith("..") else text.removesuffix(".")
+    text = styled[1].strip() if (styled := _STYLED.fullmatch(text)) else text
     rewritten = _THOUSANDS.sub(lambda found: re.sub(r"\D", "", found[0]), _rewritten(text))
+    counted = _NUMBER_OF.fullmatch(rewritten.strip())
+    rewritten = counted["number"] if counted else rewritten
     percent = _PERCENT.search(rewritten)
     if percent is None:
-        return Answer(text, _parse(rf"\boxed{{{rewritten}}}"))
+        answer = Answer(text, _parse(rf"\boxed{{{rewritten}}}"))
+        if answer.has_value or rewritten.count("\\pm") != 1 or "\\mp" in rewritten:
+            return answer
+        both = ",".join(rewritten.replace("\\pm", sign) for sign in "+-")
+        return Answer(text, _parse(rf"\boxed{{{both}}}"))
     number = rewritten[: percent.start()].replace("$", "")
     return Answer(text, _parse(f"${number}$ percent"))
 
@@ -124,10 +160,17 @@ def _rewritten(text: str) -> str:
         whole, above, below = (int(found[group]) for group in (2, 3, 4))
         if above >= below:
             return found[0]
-        fraction = f"{found[1]}{whole * below + above}/{below}"
-        return f"${fraction}$ percent" if found[5] else fraction
+        both = f"{found[1]}{whole * below + above}/{below}"
+        return f"${both}$ percent" if found[5] else both
 
-    text = text.replace("\\varnothing", "\\emptyset")
+    def fraction(found: re.Match[str]) -> str:
+        whole, once, again = found.groups()
+        above, below = int(whole + once + again) - int(whole + once), 10 ** len(again) - 1
+        return f"{above}/{below * 10 ** len(once)}"
+
+    for sign, command in _SIGNS.items():
+        text = text.replace(sign, command)
+    text = _ROOT.sub(r"\\sqrt{\1}", _REPEATING.sub(fraction, text))
     text = _SCIENTIFIC.sub(lambda found: f"{Decimal(found[0]):f}", text)
     return _MIXED.sub(improper, _LETTER.sub(r"\1", text))
 
@@ -145,7 +188,8 @@ def _equal(gold: Answer, answer: Answer) -> bool:
         return False
     if _QUANTIFIER.findall(plain) != _QUANTIFIER.findall(own):
         return False
-    return _equal_values(gold, answer)
+    bases = [found[1] for text in (plain, own) if (found := _BASE.search(text))]
+    return len(set(bases)) < 2 and _equal_values(gold, answer)
 
 
 def _equal_values(gold: Answer, answer: Answer) -> bool:

@@ -163,9 +163,12 @@ def run_call(call: Call) -> Outcome:
 def _number(value: Any) -> float:
     if value is None:
         return math.nan
-    if isinstance(value, str):
-        raise TypeError(f"returned {value!r:.80}: a score is a number, or None where there is none")
-    number = float(value)
+    try:
+        number = float("text" if isinstance(value, str) else value)
+    except (TypeError, ValueError):
+        shown = f"{value!r:.80} ({type(value).__name__})"
+        rule = "a score is a number, or None where there is none"
+        raise TypeError(f"returned {shown}: {rule}") from None
     if math.isinf(number):
         raise ValueError(f"returned {value}: a score is finite, or None where there is none")
     return number

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from roll_td.algorithms import ratios
 from roll_td.algorithms.aggregation import aggregate
-from roll_td.algorithms.choosing import call
+from roll_td.algorithms.choosing import call, check_losses
 from roll_td.algorithms.kl import divergence
 from roll_td.algorithms.masking import keep, token_means
 from roll_td.config.base import BaseConfig
@@ -77,7 +77,9 @@ class ActorWorker(ReferenceWorker):
             advantages = columns["advantages"]
             mask = ratios.off_policy_mask(log_probs, old, advantages, mask, threshold=threshold)
         columns |= {"log_probs": log_probs, "response_mask": mask}
-        losses, own = call(self.policy_loss, columns, algorithm.policy_loss.arguments)
+        made = call(self.policy_loss, columns, algorithm.policy_loss.arguments)
+        check_losses(self.policy_loss, made, log_probs)
+        losses, own = made
         metrics |= own
         if (weights := algorithm.importance_weights) is not None:
             losses = losses * ratios.importance_weights(old, engine, mask, **vars(weights))

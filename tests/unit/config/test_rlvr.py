@@ -96,6 +96,14 @@ def test_old_log_probs_are_computed_only_where_an_update_can_not_tell_them(given
         ({"model": {}}, "model: is missing; set model.path"),
         ({"max_steps": 0}, "max_steps=0: must be a whole number of at least 1"),
         ({"mini_batches": 0}, "mini_batches=0: must be"),
+        (
+            {"mini_batches": 9, "batch_size": 2},
+            "mini_batches=9: is more than the 8 answers of a step; take fewer",
+        ),
+        (
+            {"actor_infer": {"generation": {"num_return_sequences": 4, "temperature": 0}}},
+            "algorithm.advantage.name='grpo': compares the responses to one prompt, and with temp",
+        ),
         ({"max_refills": 1}, "max_refills=1: has nothing to do"),
         ({"reference": {}}, "reference={…}: is given and nothing asks it; set algorithm.kl"),
         ({"actor_infer": {}}, "algorithm.advantage.name='grpo': compares the responses"),
@@ -137,6 +145,29 @@ def test_what_is_refused(given, message) -> None:
     with pytest.raises(ConfigError) as raised:
         config(**given)
     assert message in str(raised.value)
+
+
+def far(log_probs, ref_log_probs, response_mask):
+    """For the test below."""
+
+
+def worth(token_level_rewards, values):
+    """For the test below."""
+
+
+def test_own_functions_that_take_what_nobody_computes() -> None:
+    def problems(**given: Any) -> list[str]:
+        own = {
+            "policy_loss": {"name": f"{__name__}.far"},
+            "advantage": {"name": f"{__name__}.worth"},
+        }
+        made = config(**given | {"algorithm": own | given.get("algorithm", {})})
+        return [str(p) for p in made.outside_problems() if p.key.startswith("algorithm")]
+
+    advantage, loss = problems()
+    assert "far': needs ref_log_probs, which no role computes; set algorithm.kl" in loss
+    assert "worth': needs values, which no role computes; set algorithm.advantage" in advantage
+    assert problems(algorithm={"kl": {"coefficient": 0.1}}, critic={}) == []
 
 
 def test_the_quick_start() -> None:

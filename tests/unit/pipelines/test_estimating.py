@@ -178,4 +178,33 @@ def test_a_loss_that_is_no_multiple_of_the_advantage_learns_from_all_rows():
         assert of.matters(rows).tolist() == matter
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("bare", r"bare returned a tensor of shape \(4, 2\): want \{"),
+        ("of_rows", r"returned \{'advantages': a tensor of shape \(4,\)\}: want .* \(4, 2\)"),
+        ("misnamed", r"misnamed returned \{'advantage': a tensor of shape \(4, 2\)\}: want \{"),
+    ],
+)
+def test_an_advantage_of_the_users_own_that_returns_something_else(name: str, message: str):
+    rows = batch([1.0, 0.0, 0.0, 1.0], [1, 1, 1, 1], [7, 7, 7, 7])
+    with pytest.raises(ValueError, match=message):
+        advantages(estimator(advantage={"name": f"{__name__}.{name}"}), rows)
+
+
+def bare(token_level_rewards):
+    """For the test above."""
+    return token_level_rewards
+
+
+def of_rows(token_level_rewards):
+    """For the test above."""
+    return {"advantages": token_level_rewards.sum(-1)}
+
+
+def misnamed(token_level_rewards):
+    """For the test above."""
+    return {"advantage": token_level_rewards}
+
+
 KIMI = {"name": "kimi15", "settings": {"tau": 0.1}}

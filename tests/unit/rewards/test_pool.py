@@ -96,6 +96,7 @@ def test_numbers_are_scores_and_none_is_none(pool: Pool, value: object, number: 
 def test_what_is_no_score_is_an_error(pool: Pool, value: object) -> None:
     (outcome,) = pool.run([Call(MINE + "always", ("x",), {"value": value}, 20.0)])
     assert outcome.kind == "error"
+    assert f"returned {value!r}" in outcome.text and "a score is" in outcome.text
 
 
 def test_the_processes_do_not_import_torch(pool: Pool) -> None:

@@ -160,6 +160,37 @@ def own(log_probs, response_mask, *, by):
     return by * response_mask.float() + 0 * log_probs, {"asked": float(response_mask.sum())}
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "summed",
+            r"summed returned \(a tensor of shape \(\), \{\}\): want \(losses, metrics\), a t",
+        ),
+        ("bare", r"bare returned a tensor of shape \(3, 5\): want \(losses, metrics\)"),
+        ("detached", "detached returned losses without a gradient: compute them from log_probs"),
+    ],
+)
+def test_a_loss_of_the_users_own_that_returns_something_else(name: str, message: str):
+    with pytest.raises(ValueError, match=message):
+        run(batch(), policy_loss={"name": f"{__name__}.{name}"})
+
+
+def summed(log_probs):
+    """For the test above."""
+    return log_probs.sum(), {}
+
+
+def bare(log_probs):
+    """For the test above."""
+    return log_probs
+
+
+def detached(log_probs):
+    """For the test above."""
+    return log_probs.detach(), {}
+
+
 def test_compute_log_probs_names_its_column():
     worker = ActorWorker(WorkerConfig(world_size=1))
     worker.strategy = SimpleNamespace(
