@@ -163,15 +163,20 @@ def run_call(call: Call) -> Outcome:
 def _number(value: Any) -> float:
     if value is None:
         return math.nan
+    if isinstance(value, str):  # which float() would read
+        raise _no_score(value)
     try:
-        number = float("text" if isinstance(value, str) else value)
+        number = float(value)
     except (TypeError, ValueError):
-        shown = f"{value!r:.80} ({type(value).__name__})"
-        rule = "a score is a number, or None where there is none"
-        raise TypeError(f"returned {shown}: {rule}") from None
+        raise _no_score(value) from None
     if math.isinf(number):
         raise ValueError(f"returned {value}: a score is finite, or None where there is none")
     return number
+
+
+def _no_score(value: object) -> TypeError:
+    shown = f"{value!r:.80} ({type(value).__name__})"
+    return TypeError(f"returned {shown}: a score is a number, or None where there is none")
 
 
 def _serve(connection: Connection, modules: Sequence[str]) -> None:
