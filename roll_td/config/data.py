@@ -110,8 +110,8 @@ class DataConfig:
 
 
 def check_files(config: DataConfig) -> list[Problem]:
-    """Files of the config that can't be read: missing, a folder, without rights, or empty; and
-    columns that the first row of a JSONL file does not have."""
+    """Files of the config that can't be read: missing, a folder, without rights, empty, or no
+    Parquet; and a first row of a JSONL file that can't be, or does not have the columns."""
     problems = []
     for key, name in _paths(config):
         path = Path(name)
@@ -124,22 +124,36 @@ def check_files(config: DataConfig) -> list[Problem]:
             rule = "may not be read"
         elif path.stat().st_size == 0:
             rule = "is an empty file"
+        elif path.suffix == ".parquet" and not _is_parquet(path):
+            rule = "can't be read as Parquet"
         if rule:
             fix = f"give a path from {Path.cwd()}, or a whole one"
             problems.append(Problem(key, repr(name), rule, fix))
         elif path.suffix == ".jsonl" and config.on_bad_row == "fail":
-            problems += _first_row_problems(config, path)
+            problems += _first_row_problems(config, key, path)
     return list(dict.fromkeys(problems))
 
 
-def _first_row_problems(config: DataConfig, path: Path) -> list[Problem]:
+def _is_parquet(path: Path) -> bool:
     with path.open("rb") as file:
-        try:
-            row = json.loads(file.readline())
-        except ValueError:
-            return []  # told with its place by who reads the file
+        begins = file.read(4)
+        file.seek(max(path.stat().st_size - 4, 0))
+        return begins == file.read(4) == b"PAR1"
+
+
+def _first_row_problems(config: DataConfig, key: str, path: Path) -> list[Problem]:
+    with path.open("rb") as file:
+        line = next((line for line in file if not line.isspace()), None)
+    if line is None:
+        return [Problem(key, repr(str(path)), "has no row", "give another file")]
+    try:
+        row = json.loads(line)
+    except ValueError as error:  # not JSON, or not UTF-8
+        rule, fix = f"the first row is not JSON: {error}", "mend it, or set on_bad_row: skip"
+        return [Problem(key, repr(str(path)), rule, fix)]
     if not isinstance(row, dict):
-        return []
+        rule = f"the first row is a {type(row).__name__}, not an object with columns"
+        return [Problem(key, repr(str(path)), rule, "mend it, or set on_bad_row: skip")]
     keys = ("messages_key", "prompt_key", "response_key", "chosen_key", "rejected_key")
     named = {key: getattr(config, key) for key in keys} | {
         f"keep.{name}": column for name, column in config.keep.items()

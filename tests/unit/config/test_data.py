@@ -124,5 +124,24 @@ def test_columns_that_the_first_row_lacks(tmp_path: Path) -> None:
         "set prompt_key and response_key for texts"
     )
     assert check_files(DataConfig(str(path), on_bad_row="skip")) == []
-    path.write_text("no JSON\n")
-    assert check_files(DataConfig(str(path))) == [], "told by the reader, with its line"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "rule"),
+    [
+        ("a.jsonl", b"no JSON\n", "the first row is not JSON: Expecting value"),
+        ("a.jsonl", b'\n{"messages": []', "the first row is not JSON: Expecting ',' delimiter"),
+        ("a.jsonl", b"\xff\xfe{}\n", "the first row is not JSON: "),
+        ("a.jsonl", b"\n[1, 2]\n", "the first row is a list, not an object with columns"),
+        ("a.jsonl", b" \n\n", "has no row"),
+        ("a.parquet", b"PAR", "can't be read as Parquet"),
+        ("a.parquet", b"PAR1 and cut off", "can't be read as Parquet"),
+    ],
+)
+def test_a_file_of_something_else(tmp_path: Path, name: str, content: bytes, rule: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    (problem,) = check_files(DataConfig(str(path)))
+    assert problem.key == "train" and problem.rule.startswith(rule)
+    skipping = check_files(DataConfig(str(path), on_bad_row="skip"))
+    assert skipping == ([] if name == "a.jsonl" else [problem])
