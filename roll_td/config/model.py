@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -72,15 +73,25 @@ class ModelConfig:
         return []
 
     def file_problems(self) -> list[Problem]:
-        """Folders and files that are not there, of what can't be a name on the hub; and optional
-        packages that are not installed."""
+        """Folders and files that are not there, of what can't be a name on the hub, or hold no
+        model or tokenizer; and optional packages that are not installed."""
         problems = []
-        for key in ("path", "tokenizer"):
+        for key, lack in ("path", _lack_of_model), ("tokenizer", _lack_of_tokenizer):
             value = getattr(self, key)
-            is_file = value is not None and (value[0] in "/.~" or value.endswith(".gguf"))
-            if is_file and not Path(value).expanduser().exists():
+            if value is None:
+                continue
+            place, rule = Path(value).expanduser(), ""
+            if place.is_dir():
+                rule = lack(place)
+            elif (value[0] in "/.~" or value.endswith(".gguf")) and not place.exists():
+                rule = "is not there"
+            if rule:
                 fix = f"give a path from {Path.cwd()}, or a whole one"
-                problems.append(Problem(key, repr(value), "is not there", fix))
+                problems.append(Problem(key, repr(value), rule, fix))
+        template = self.chat_template
+        if template is not None and "{" not in template and not Path(template).is_file():
+            rule, fix = "is no file, and no Jinja template", "give one of the two"
+            problems.append(Problem("chat_template", repr(template), rule, fix))
         is_gguf = self.path is not None and self.path.endswith(".gguf")
         for key, package, extra, is_used in (
             ("lora", "peft", "lora", self.lora is not None),
@@ -90,6 +101,22 @@ class ModelConfig:
                 rule, fix = f"needs the package {package}", f"pip install 'roll-td[{extra}]'"
                 problems.append(Problem(key, "", rule, fix))
         return problems
+
+
+def _lack_of_model(folder: Path) -> str:
+    try:
+        found = json.loads((folder / "config.json").read_bytes())
+    except OSError:
+        return "has no config.json that can be read"
+    except ValueError as error:
+        return f"has a config.json that is not JSON: {error}"
+    return "" if isinstance(found, dict) else "has a config.json without fields"
+
+
+def _lack_of_tokenizer(folder: Path) -> str:
+    names = [path.name for path in folder.iterdir()]
+    is_there = any(word in name for name in names for word in ("token", "vocab", ".model"))
+    return "" if is_there else "has no file of a tokenizer"
 
 
 @dataclass
