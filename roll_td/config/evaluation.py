@@ -14,6 +14,7 @@ from roll_td.config.rewards import Rewards, RewardWorkerConfig, own_reward_probl
 from roll_td.config.rlvr import ANSWER_COLUMNS, ValidationConfig
 from roll_td.config.schema import Problem
 from roll_td.config.text import TrainedTextConfig, ability_problems, fill_in
+from roll_td.config.vllm import room_problems
 
 
 @dataclass
@@ -67,6 +68,8 @@ class EvaluatedConfig(TrainedTextConfig):
         yield from judge_problems(self.rewards, self.judges)
         yield from ability_problems(self, "actor_infer", "generates", "generate")
         assert self.actor_infer is not None, "roles have been filled in"
+        room = room_problems(self.actor_infer, self.prompts.max_length, "prompts.max_length")
+        yield from (problem.under("actor_infer") for problem in room)
         if self.actor_infer.generation != self.validation.generation:
             rule, fix = "says it beside validation.generation, which counts", "set that one alone"
             yield Problem("actor_infer.generation", "{…}", rule, fix)

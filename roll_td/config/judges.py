@@ -11,6 +11,7 @@ from roll_td.config.reward_settings import JudgeSettings
 from roll_td.config.rewards import RewardArgs, Rewards, listed
 from roll_td.config.schema import Problem
 from roll_td.config.text import fill_in
+from roll_td.config.vllm import room_problems
 
 
 @dataclass
@@ -68,6 +69,8 @@ def judge_problems(rewards: Rewards, judges: Mapping[str, JudgeConfig]) -> Itera
             value = repr(config.strategy_args.strategy_name)
             strategy = f"{key}.strategy_args.strategy_name"
             yield Problem(strategy, value, "is a strategy that can't generate", "")
+        limit = f"{key}.max_length"
+        yield from (p.under(key) for p in room_problems(config, config.max_length, limit))
         if (samples := config.generation.num_return_sequences) != 1:
             fix = "leave it out; attempts of the reward says how often a question is asked"
             where = f"{key}.generation.num_return_sequences"

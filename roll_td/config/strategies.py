@@ -79,6 +79,9 @@ FIXED_FOR_VLLM = {
     "worker_extension_cls": "it is what takes them",
     "logprobs_mode": "infer_log_probs are of the distribution sampled from",
     "enable_sleep_mode": "offload_states uses it where the platform has it",
+    "max_loras": "there is one policy",
+    "runner": "the role generates",
+    "stream_interval": "each token is noted with the weights that made it",
 }
 """Engine arguments that nobody sets, and why."""
 
@@ -98,8 +101,14 @@ class VllmArguments:
     def __post_init__(self) -> None:
         numbers = {k: v for k, v in vars(self).items() if k != "max_model_len"}  # -1: as it fits
         wrong = [k for k, v in numbers.items() if v is not None and v is not False and v <= 0]
-        if wrong:
-            raise ConfigError(Problem(k, repr(numbers[k]), "must be above 0", "") for k in wrong)
+        problems = [Problem(k, repr(numbers[k]), "must be above 0", "") for k in wrong]
+        if self.max_model_len is not None and self.max_model_len < 1 and self.max_model_len != -1:
+            rule = "must be above 0, or -1 for what the memory has room for"
+            problems.append(Problem("max_model_len", repr(self.max_model_len), rule, ""))
+        if (share := self.gpu_memory_utilization) is not None and share > 1:
+            problems.append(Problem("gpu_memory_utilization", repr(share), "must be at most 1", ""))
+        if problems:
+            raise ConfigError(problems)
 
 
 @dataclass

@@ -10,6 +10,7 @@ from roll_td.config.data import DataConfig, check_files
 from roll_td.config.model import ModelConfig
 from roll_td.config.schema import ConfigError, Problem
 from roll_td.config.strategies import StrategyArgs
+from roll_td.config.vllm import engine_problems
 
 LEAVE = "leave it out for the default"
 
@@ -42,6 +43,9 @@ class TextConfig(BaseConfig):
         """What is wrong, beside what BaseConfig finds."""
         yield from (problem.under("model") for problem in self.model.text_problems())
         yield from count_problems(self, "batch_size")
+        for key, role in role_sections(vars(self)).items():
+            found = engine_problems(role, role.model or self.model)
+            yield from (problem.under(key) for problem in found)
 
     def outside_problems(self) -> list[Problem]:
         """Data, model and tokenizer; and models that roles have of their own."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_td.config.base import WorkerConfig
+from roll_td.config.model import ModelConfig
 from roll_td.config.schema import Problem
 from roll_td.config.strategies import VllmConfig
 
@@ -44,11 +45,35 @@ def _hint(annotation: ast.expr) -> Any:
     return ast.unparse(annotation) if known else Any
 
 
-def room_problems(role: WorkerConfig, prompt_tokens: int) -> Iterator[Problem]:
-    """If an engine of the role has no room for an answer to a prompt of so many tokens."""
+def engine_problems(role: WorkerConfig, model: ModelConfig) -> Iterator[Problem]:
+    """If the settings of the role's engine don't go with its devices or its model."""
+    settings = role.strategy_args.settings if role.strategy_args else None
+    if not isinstance(settings, VllmConfig):
+        return
+    key, devices = "strategy_args.strategy_config", role.num_gpus_per_worker
+    stages = settings.engine_args.get("pipeline_parallel_size", 1)
+    if isinstance(stages, int) and stages > 0 and devices % stages:
+        rule = f"does not divide the {devices} devices of a worker, num_gpus_per_worker"
+        fix = f"set num_gpus_per_worker to a multiple of {stages}, or leave it out"
+        yield Problem(f"{key}.pipeline_parallel_size", repr(stages), rule, fix)
+    if settings.lora == "merged":
+        return
+    if model.lora is None:
+        rule, fix = "has no adapters to bring", "set model.lora, or leave it out"
+        yield Problem(f"{key}.lora", settings.lora, rule, fix)
+    if model.path is None or model.path.endswith(".gguf"):
+        rule = f"has vLLM read the model, and model.path={model.path} is no folder and no hub name"
+        yield Problem(f"{key}.lora", settings.lora, rule, "set it to merged")
+
+
+def room_problems(
+    role: WorkerConfig, prompt_tokens: int, limit: str = "data.max_length"
+) -> Iterator[Problem]:
+    """If an engine of the role has no room for an answer to a prompt of so many tokens, which the
+    setting `limit` says."""
     settings = role.strategy_args.settings if role.strategy_args else None
     most = settings.engine_args.get("max_model_len") if isinstance(settings, VllmConfig) else None
     if isinstance(most, int) and 0 < most <= prompt_tokens:
-        rule = f"leaves a prompt of data.max_length={prompt_tokens} tokens none for an answer"
+        rule = f"leaves a prompt of {limit}={prompt_tokens} tokens none for an answer"
         key = "strategy_args.strategy_config.max_model_len"
-        yield Problem(key, repr(most), rule, "raise it, or lower data.max_length")
+        yield Problem(key, repr(most), rule, f"raise it, or lower {limit}")

@@ -191,6 +191,13 @@ class Stop:
         return False
 
 
+def as_sampled(tokenizer: Any) -> Callable[[list[int]], str]:
+    """What decodes for a Stop: clean-up would take spaces out of what was sampled."""
+    return lambda ids: tokenizer.decode(
+        ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
+
+
 @dataclass(frozen=True)
 class _Prefilled:
     """Prompts whose keys and values are known, one a row."""

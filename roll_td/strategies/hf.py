@@ -19,7 +19,7 @@ from roll_td.strategies.base import ForwardFunc, InferenceStrategy, ModelProvide
 from roll_td.strategies.batches import by_micro_batch, with_responses
 from roll_td.strategies.engine import CoreEngine
 from roll_td.strategies.exchange import VERSION, HoldsWeights
-from roll_td.strategies.generation import Sample, Sampler, Stop
+from roll_td.strategies.generation import Sample, Sampler, Stop, as_sampled
 from roll_td.strategies.hf_engine import HfCore
 from roll_td.strategies.operations import Operations
 from roll_td.strategies.parts import Part
@@ -214,14 +214,7 @@ class HfInfer(HoldsWeights, Operations, InferenceStrategy):
         tokens = {*generation.stop_token_ids}
         for end in ends:
             tokens.update(end if isinstance(end, list) else [] if end is None else [end])
-        # clean-up would take spaces out of what was sampled
-        return Stop(
-            tokens,
-            generation.stop,
-            lambda ids: tokenizer.decode(
-                ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-            ),
-        )
+        return Stop(tokens, generation.stop, as_sampled(tokenizer))
 
     def _require_model(self) -> None:
         if self._offloaded is not None:

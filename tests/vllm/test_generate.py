@@ -16,7 +16,7 @@ from roll_td.protocol import DataProto
 from roll_td.strategies import sampling
 from roll_td.strategies.parts import Part
 from roll_td.strategies.vllm.strategy import VllmInfer
-from tests.vllm.conftest import NEEDS_VLLM, strong
+from tests.vllm.conftest import FIELDS, NEEDS_VLLM, context, strong
 
 pytestmark = NEEDS_VLLM
 LENGTHS = [70, 1, 33, 64, 9]
@@ -183,3 +183,15 @@ def test_a_response_ends_where_the_model_ends(one: VllmInfer) -> None:
         wrong = {"lengths": torch.tensor([3, length, 1]), "sample_id": torch.tensor([7, 8, 9])}
         with pytest.raises(ValueError, match=said):
             one.generate(DataProto({"input_ids": long, **wrong}), config, 0)
+
+
+@pytest.mark.timeout(100)
+def test_what_vllm_refuses_is_told_with_what_was_given() -> None:
+    refused = VllmInfer(context(1, FIELDS, scheduling_policy="best"))
+    said = (
+        r"(?s)role infer, worker 0: .*Input should be 'fcfs' or 'priority'.*vLLM doesn't start "
+        r"with strategy_config=\{.*'scheduling_policy': 'best'\} for this model; change"
+    )
+    with pytest.raises(ValueError, match=said):
+        refused.initialize(strong)
+    refused.close()

@@ -16,8 +16,9 @@ import torch
 
 from roll_td.config.model import GenerationConfig
 from roll_td.config.strategies import StrategyArgs
-from roll_td.models import full_weights
+from roll_td.models import full_weights, load_tokenizer
 from roll_td.strategies.engine import Answer, Failure
+from roll_td.strategies.generation import as_sampled
 from roll_td.strategies.hf import HfInfer
 from roll_td.strategies.parts import Part
 from roll_td.strategies.vllm import serving
@@ -116,6 +117,30 @@ def test_greedy_they_are_those_of_hf_infer(one: VllmInfer) -> None:
         got = answers[0][sample_id]
         assert (got.tokens, got.finish_reason) == (wanted.tokens, wanted.finish_reason)
         assert got.log_probs == pytest.approx(wanted.log_probs, abs=1e-4)
+
+
+def test_a_stop_string_ends_an_answer_that_had_its_beginning(one: VllmInfer) -> None:
+    prompt = asked()[0].prompt
+    update(one, strong(one.context.model, 46), 5)
+    decode = as_sampled(load_tokenizer(one.context.model))
+
+    def gone_on(*stop: str) -> Answer:
+        config = GenerationConfig(max_new_tokens=30, stop=list(stop))
+        engine = one.open_engine(config, SEED)
+        had = Answer([8, 9, 10, 11], [-1.0] * 4, sample_id=0, prompt=prompt, versions=[4] * 4)
+        engine.submit([had])
+        (ended,) = collect(engine.ended(), 1)
+        engine.close()
+        return ended
+
+    whole = gone_on()
+    assert len(whole.tokens) > 5
+    cut = decode(whole.tokens[2:5])
+    assert cut not in decode(whole.tokens[:4]) and cut not in decode(whole.tokens[4:])
+    ended = gone_on("never", cut)
+    assert (ended.tokens, ended.finish_reason) == (whole.tokens[:5], "stop")
+    assert ended.log_probs == pytest.approx(whole.log_probs[:5], abs=1e-4)
+    assert ended.versions == [4] * 4 + [5]
 
 
 def test_a_request_that_it_cannot_do_is_told_as_such(one: VllmInfer) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from roll_td.config.model import GenerationConfig
 from roll_td.strategies import sampling
 from roll_td.strategies.engine import Answer, Ended, Failure, until_the_end
+from roll_td.strategies.generation import Sample, Stop
 from roll_td.strategies.vllm.process import END_S, EngineProcess
 
 
@@ -23,14 +24,16 @@ class VllmEngine:
         process: EngineProcess,
         generation: GenerationConfig,
         shared: dict[str, Any],
+        stop: Stop,
         most_tokens: int,
         seed: int,
         version: Callable[[], int],
         timeout_s: float,
     ) -> None:
-        """`shared`: sampling parameters of all. `most_tokens`: of prompt and response. `version`
-        tells that of the weights."""
+        """`shared`: sampling parameters of all. `stop`: strings that end an answer. `most_tokens`:
+        of prompt and response. `version` tells that of the weights."""
         self._process, self._generation, self._shared = process, generation, shared
+        self._stop = stop
         self._most_tokens, self._seed, self._version = most_tokens, seed, version
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
@@ -142,10 +145,24 @@ class VllmEngine:
         if error is not None:
             return self._fail(error)
         tokens, log_probs, answer.finish_reason = future.result()
+        if (count := self._to_the_stop(answer.tokens, tokens)) is not None:
+            tokens, log_probs, answer.finish_reason = tokens[:count], log_probs[:count], "stop"
         answer.tokens, answer.log_probs = answer.tokens + tokens, answer.log_probs + log_probs
         made = len(answer.tokens) - len(answer.versions)
         answer.versions += [self._version()] * made
+        del answer.versions[len(answer.tokens) :]
         self._ended.put([answer])
+
+    def _to_the_stop(self, had: list[int], made: list[int]) -> int | None:
+        """How many of the tokens made complete a stop string with those that an answer had: these
+        are a part of the prompt to vLLM, which looks at what it makes alone."""
+        if had and self._stop.strings:
+            sample = Sample(list(had), most_tokens=len(had) + len(made) + 1)
+            for count, token in enumerate(made, 1):
+                sample.tokens.append(token)
+                if self._stop.reason(sample):
+                    return count
+        return None
 
 
 def require_room(what: str, length: int, most_tokens: int) -> None:

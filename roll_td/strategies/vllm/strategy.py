@@ -23,6 +23,7 @@ from roll_td.strategies import sampling, states
 from roll_td.strategies.base import InferenceStrategy, ModelProvider, StrategyContext
 from roll_td.strategies.batches import Response, with_responses
 from roll_td.strategies.exchange import VERSION, HoldsWeights
+from roll_td.strategies.generation import Stop, as_sampled
 from roll_td.strategies.parts import Part
 from roll_td.strategies.vllm import adapters
 from roll_td.strategies.vllm.process import EngineProcess
@@ -138,6 +139,7 @@ class VllmInfer(HoldsWeights, InferenceStrategy):
             self._engine,
             generation,
             self._sampling(generation),
+            self._stop(generation),
             self._most_tokens,
             seed,
             version=lambda: self.weight_version,
@@ -239,7 +241,14 @@ class VllmInfer(HoldsWeights, InferenceStrategy):
 
     def _start(self) -> None:
         """Have the engine's process make it, with the weights that lie here."""
-        self._most_tokens = self._call("start", self._arguments())
+        try:
+            self._most_tokens = self._call("start", self._arguments())
+        except ValueError as error:
+            given = self._config.engine_args
+            raise ValueError(
+                f"{error}\nvLLM doesn't start with strategy_config={given} for this model; change "
+                "the setting that it names, or leave it out"
+            ) from None
         if not self._adds_adapters:
             self._call("share_weights", self.model.handle, self.model.weights)
         self._load_all()
@@ -286,6 +295,13 @@ class VllmInfer(HoldsWeights, InferenceStrategy):
             "stop_token_ids": sorted({*self._ends, *generation.stop_token_ids}),
         }
 
+    def _stop(self, generation: GenerationConfig) -> Stop:
+        """The strings alone: tokens end an answer wherever it is gone on with."""
+        if not generation.stop:
+            return Stop(())
+        tokenizer: Any = models.load_tokenizer(self.context.model)
+        return Stop((), generation.stop, as_sampled(tokenizer))
+
     @property
     def _has_tokenizer(self) -> bool:
         return bool(self.context.model.tokenizer or self.context.model.path)
@@ -312,8 +328,9 @@ class VllmInfer(HoldsWeights, InferenceStrategy):
         if self._has_tokenizer:
             models.load_tokenizer(config).save_pretrained(folder)
         if config.path is None or config.path.endswith(".gguf"):
-            architectures = {"architectures": [self._architecture]}
-            arguments |= {"model": folder, "hf_overrides": architectures}
+            overrides = self._config.engine_args.get("hf_overrides", {})
+            own = {"architectures": [self._architecture]}
+            arguments |= {"model": folder, "hf_overrides": overrides | own}
         return self._config.engine_args | arguments
 
     def _environment(self) -> dict[str, str]:
