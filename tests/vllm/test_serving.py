@@ -190,6 +190,27 @@ def test_an_engine_that_dies_or_hangs_holds_nobody_up(
 
 
 @pytest.mark.timeout(200)
+def test_one_that_hangs_or_dies_while_weights_come_is_lost() -> None:
+    """As at work: the driver is told, and says whether the job ends."""
+    made = VllmInfer(context(1, FIELDS))
+    made.initialize(strong)
+    said = {signal.SIGSTOP: "has not done begin_loading within 0.5 s", signal.SIGKILL: "SIGKILL"}
+    for version, how in enumerate(said, 2):
+        engine = made.open_engine(GENERATION, SEED)
+        engine.pause(abort=False, timeout_s=60)
+        os.kill(made._engine.process.pid, how)
+        made.context.config.timeout_s = 0.5
+        update(made, model := strong(made.context.model, 40 + version), version)
+        engine.resume()
+        (failure,) = engine.ended()
+        assert isinstance(failure, Failure) and said[how] in failure.text
+        assert made._engine.process.wait(10) == -signal.SIGKILL
+        made.context.config.timeout_s = 240
+        check_greedy(made, model, version)  # it is started anew when it is needed
+    made.close()
+
+
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize("at_work", [True, False], ids=["at work", "at rest"])
 def test_a_worker_of_an_engine_that_dies_is_told_and_leaves_nothing(at_work: bool) -> None:
     before = set(os.listdir("/dev/shm"))

@@ -63,8 +63,12 @@ class EngineProcess:
     def call(self, method: str, *arguments: Any, timeout_s: float) -> Any:
         """What a method of engine.Engine returns. ValueError if it raises one, TimeoutError after
         timeout_s; RuntimeError for any other error in it, or if the process has ended."""
+        return self.done(method, self.submit(method, [arguments])[0], timeout_s)
+
+    def done(self, method: str, future: Future[Any], timeout_s: float) -> Any:
+        """What `call` returns and raises, of a method that was submitted."""
         try:
-            return self.submit(method, [arguments])[0].result(timeout_s)
+            return future.result(timeout_s)
         except TimeoutError:
             raise TimeoutError(
                 f"{self.owner}: the engine has not done {method} within {timeout_s:g} s, the "

@@ -96,8 +96,8 @@ class VllmEngine:
             self._is_lost = True
 
     def pause(self, abort: bool, timeout_s: float) -> None:
-        """Return when it rests, between two steps; `abort` gives up what is in flight. TimeoutError
-        if the step has not ended after timeout_s."""
+        """Return when it rests, between two steps; `abort` gives up what is in flight. If the step
+        has not ended after timeout_s, it is lost."""
         self._call("hold", timeout_s=timeout_s)
         self._is_held = True
         if abort:
@@ -123,6 +123,11 @@ class VllmEngine:
                 owner = self._process.owner
                 raise RuntimeError(f"{owner}: {what} while the engine is at work; pause it before")
 
+    def lose(self, error: BaseException) -> None:
+        """It is of no use any more, which `ended` tells; if it hangs, it is killed."""
+        self._fail(error)
+        self._process.kill()
+
     def _fail(self, error: BaseException) -> None:
         self._is_lost = True
         self._ended.put(Failure(str(error)))
@@ -133,8 +138,8 @@ class VllmEngine:
             return None
         try:
             return self._process.call(method, *arguments, timeout_s=timeout_s or self._timeout_s)
-        except RuntimeError as error:
-            return self._fail(error)
+        except (RuntimeError, TimeoutError) as error:
+            return self.lose(error)
 
     def _landed(self, answer: Answer, future: Future[Any]) -> None:
         """By the thread that reads from the process."""

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -163,14 +164,15 @@ class VllmInfer(HoldsWeights, InferenceStrategy):
             return
         if self._adds_adapters:
             return
-        if begins:
-            self._call("begin_loading")
         ended = [
             part.name
             for part in parts
             if part.start + part.values.numel() == self.model[part.name].numel()
         ]
-        self._begin_loads(ended)
+        with self._losing_it():
+            if begins:
+                self._call("begin_loading")
+            self._begin_loads(ended)
 
     def process_weights_after_loading(self, version: int) -> None:
         """As HoldsWeights has it; what the engine's caches have of the old weights is gone."""
@@ -179,10 +181,11 @@ class VllmInfer(HoldsWeights, InferenceStrategy):
         super().process_weights_after_loading(version)
         if self._is_lost:
             return
-        if self._adds_adapters:
-            self._load_all()
-        else:
-            self._finish_loading()
+        with self._losing_it():
+            if self._adds_adapters:
+                self._load_all()
+            else:
+                self._finish_loading()
 
     def save_checkpoint(self, folder: Path) -> None:
         """Write the weights and their version into a folder, as HfInfer does."""
@@ -222,6 +225,17 @@ class VllmInfer(HoldsWeights, InferenceStrategy):
     def _is_lost(self) -> bool:
         """Whether others have taken over what the engine had: it is asked for nothing more."""
         return self.engine is not None and self.engine.is_lost
+
+    @contextmanager
+    def _losing_it(self) -> Iterator[None]:
+        """For what an engine that takes requests is asked while it rests: if it dies or hangs then,
+        the driver is told, as if it had been at work, and says what becomes of the job."""
+        try:
+            yield
+        except (RuntimeError, TimeoutError) as error:
+            if self.engine is None:
+                raise
+            self.engine.lose(error)
 
     def _require_model(self) -> None:
         if self._is_asleep:
@@ -275,7 +289,7 @@ class VllmInfer(HoldsWeights, InferenceStrategy):
 
     def _finish_loading(self) -> None:
         for load in self._loads:
-            load.result(self.context.config.timeout_s)
+            self._engine.done("load_weights", load, self.context.config.timeout_s)
         self._call("finish_loading")
         self._loads, self._is_empty = [], False
 
