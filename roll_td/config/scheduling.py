@@ -67,6 +67,20 @@ class SchedulingConfig:
         return math.ceil(self.async_generation_ratio) if given is None else given
 
 
+def _promises(scheduling: SchedulingConfig, engines: WorkerConfig) -> Iterator[Problem]:
+    """What is said of an engine that fails, where all is asked in one call."""
+    none = SchedulingConfig()
+    for name in ("request_timeout_s", "on_engine_failure"):
+        given = getattr(scheduling, name)
+        if given != getattr(none, name):
+            rule = "says nothing where all is asked in one call, async_generation_ratio being 0"
+            fix = "set deterministic: false, which asks one by one"
+            args = engines.strategy_args
+            if name == "request_timeout_s" and args is not None and args.strategy_name == "vllm":
+                fix += ", or strategy_config.request_timeout_s"
+            yield Problem(name, repr(given), rule, fix)
+
+
 def scheduling_problems(
     scheduling: SchedulingConfig,
     engines: WorkerConfig,
@@ -76,6 +90,7 @@ def scheduling_problems(
     """If the role that answers can't do it like this. `beside`: roles that work while it does;
     `corrects`: whether the algorithm has importance weights."""
     if not scheduling.by_requests:
+        yield from _promises(scheduling, engines)
         return
     assert engines.strategy_args is not None, "roles have been filled in"
     if not engines.strategy_args.row.serves:

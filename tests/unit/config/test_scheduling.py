@@ -64,6 +64,20 @@ def test_an_engine_has_to_take_requests() -> None:
     assert problems(SchedulingConfig(), role("actor_infer", [2], "fsdp2_infer")) == []
 
 
+def test_of_one_call_for_all_nothing_is_promised() -> None:
+    promised = {"request_timeout_s": 60.0, "on_engine_failure": "reroute"}
+    timeout, reroute = problems(SchedulingConfig(**promised), role("infer", [0], "vllm"))
+    assert timeout == (
+        "request_timeout_s=60.0: says nothing where all is asked in one call, "
+        "async_generation_ratio being 0; set deterministic: false, which asks one by one, or "
+        "strategy_config.request_timeout_s"
+    )
+    assert reroute.startswith("on_engine_failure='reroute': says nothing where all is asked in on")
+    assert len(problems(SchedulingConfig(**promised), role("infer", [0]))) == 2
+    by_requests = SchedulingConfig(deterministic=False, **promised)
+    assert problems(by_requests, role("infer", [0], "vllm")) == []
+
+
 def test_what_is_too_old_can_only_be_corrected_by_weights() -> None:
     old = SchedulingConfig(2.0, max_staleness=1, stale="correct")
     (said,) = problems(old, role("actor_infer", [2]))
