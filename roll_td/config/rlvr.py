@@ -19,7 +19,7 @@ from roll_td.config.scheduling import SchedulingConfig, scheduling_problems
 from roll_td.config.schema import Problem
 from roll_td.config.signatures import columns_of
 from roll_td.config.text import LEAVE, TextConfig, ability_problems, count_problems, fill_in
-from roll_td.config.vllm import room_problems
+from roll_td.config.vllm import room_problems, temperature_problems
 
 ANSWER_COLUMNS = ("response", "finish_reason")
 """What a reward may look at beside the columns that the data keeps."""
@@ -162,6 +162,8 @@ class RLVRConfig(TextConfig):
         corrects = self.algorithm.importance_weights is not None
         scheduled = scheduling_problems(self.scheduling, self.actor_infer, beside, corrects)
         yield from (problem.under("scheduling") for problem in scheduled)
+        wrong = temperature_problems(self.actor_infer.strategy_args, self.validation.generation)
+        yield from (problem.under("validation.generation") for problem in wrong)
         room = room_problems(self.actor_infer, self.data.max_length)
         yield from (problem.under("actor_infer") for problem in room)
         if self.offload and self.scheduling.by_requests:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from roll_td.config.base import WorkerConfig
-from roll_td.config.model import ModelConfig
+from roll_td.config.model import GenerationConfig, ModelConfig
 from roll_td.config.schema import Problem
-from roll_td.config.strategies import VllmConfig
+from roll_td.config.strategies import StrategyArgs, VllmConfig
 
 
 def engine_arguments() -> type | None:
@@ -45,11 +45,29 @@ def _hint(annotation: ast.expr) -> Any:
     return ast.unparse(annotation) if known else Any
 
 
+TEMPERATURES = 0.01, 2.0
+"""The lowest above 0 and the highest that vLLM samples at: it takes a lower one for the lowest
+without telling, and refuses a higher one."""
+
+
+def temperature_problems(
+    args: StrategyArgs | None, generation: GenerationConfig
+) -> Iterator[Problem]:
+    """If a role with this strategy is to sample at a temperature that its engine doesn't."""
+    given, (low, high) = generation.temperature, TEMPERATURES
+    if args is not None and args.strategy_name == "vllm" and given and not low <= given <= high:
+        rule, fix = f"vLLM samples at 0 and from {low:g} to {high:g}", "set one of these"
+        yield Problem("temperature", repr(given), rule, fix)
+
+
 def engine_problems(role: WorkerConfig, model: ModelConfig) -> Iterator[Problem]:
-    """If the settings of the role's engine don't go with its devices or its model."""
+    """If the settings of the role's engine don't go with its devices, its model or how it is to
+    generate."""
     settings = role.strategy_args.settings if role.strategy_args else None
     if not isinstance(settings, VllmConfig):
         return
+    wrong = temperature_problems(role.strategy_args, role.generation)
+    yield from (problem.under("generation") for problem in wrong)
     key, devices = "strategy_args.strategy_config", role.num_gpus_per_worker
     stages = settings.engine_args.get("pipeline_parallel_size", 1)
     if isinstance(stages, int) and stages > 0 and devices % stages:

@@ -179,6 +179,10 @@ def test_a_response_ends_where_the_model_ends(one: VllmInfer) -> None:
     made = one.generate(batch, config, 0)
     assert [len(tokens) for tokens, _ in responses(made)] == [3, 1, 5]
     assert list(made["finish_reason"]) == ["length"] * 3
+    with pytest.raises(
+        ValueError, match=r"generation\.temperature=0\.001: vLLM samples at 0 and fr"
+    ):
+        one.generate(batch, GenerationConfig(temperature=0.001), 0)
     for length, said in ((0, "prompt 8 is empty"), (160, "prompt 8 has 160 tokens, and max_model")):
         wrong = {"lengths": torch.tensor([3, length, 1]), "sample_id": torch.tensor([7, 8, 9])}
         with pytest.raises(ValueError, match=said):

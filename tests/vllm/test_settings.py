@@ -78,6 +78,12 @@ def test_on_a_cpu_weights_wait_in_host_memory() -> None:
     assert VllmInfer(context(1, FIELDS))._weights_on == torch.device("cpu")
 
 
+def test_on_a_cpu_there_are_no_stages() -> None:
+    said = "role infer: strategy_config.pipeline_parallel_size=2: vLLM 0.32 fails with stages on CP"
+    with pytest.raises(ValueError, match=said):
+        VllmInfer(context(2, FIELDS, pipeline_parallel_size=2))
+
+
 def test_a_handle_of_a_gpus_memory_names_the_engines_first_device() -> None:
     names = list(signature(rebuild_cuda_tensor).parameters)
     function, arguments = for_engine((rebuild_cuda_tensor, tuple(range(100, 100 + len(names)))))

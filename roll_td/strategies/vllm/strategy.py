@@ -18,6 +18,7 @@ from roll_td import models
 from roll_td.config.model import GenerationConfig
 from roll_td.config.schema import ConfigError
 from roll_td.config.strategies import VllmConfig
+from roll_td.config.vllm import temperature_problems
 from roll_td.platform import physical_device
 from roll_td.protocol import DataProto
 from roll_td.strategies import sampling, states
@@ -51,7 +52,7 @@ class VllmInfer(HoldsWeights, InferenceStrategy):
     model: SharedWeights
 
     def __init__(self, context: StrategyContext) -> None:
-        """ValueError for weights_on=device on a CPU."""
+        """ValueError on a CPU for weights_on=device, and for pipeline stages."""
         super().__init__(context)
         self._config: VllmConfig = self.settings or VllmConfig()
         self._weights_on = HOST if self._config.weights_on == "host" else context.device
@@ -59,6 +60,11 @@ class VllmInfer(HoldsWeights, InferenceStrategy):
             raise ValueError(
                 f"role {context.role}: strategy_config.weights_on=device, and its worker "
                 f"{context.rank_info.rank} has no GPU; set weights_on: host"
+            )
+        if context.device == HOST and (stages := self._stages) > 1:
+            raise ValueError(
+                f"role {context.role}: strategy_config.pipeline_parallel_size={stages}: vLLM 0.32 "
+                "fails with stages on CPUs; leave it out"
             )
         self._is_empty = False
         """Whether the engine has dropped its weights."""
@@ -301,6 +307,9 @@ class VllmInfer(HoldsWeights, InferenceStrategy):
             raise ValueError(
                 f"generation.stop={generation.stop} needs a tokenizer; set model.tokenizer"
             )
+        wrong = temperature_problems(self.context.config.strategy_args, generation)
+        if problems := [problem.under("generation") for problem in wrong]:
+            raise ConfigError(problems)
         return {
             "temperature": generation.temperature,
             "top_p": generation.top_p,
@@ -320,11 +329,14 @@ class VllmInfer(HoldsWeights, InferenceStrategy):
     def _has_tokenizer(self) -> bool:
         return bool(self.context.model.tokenizer or self.context.model.path)
 
+    @property
+    def _stages(self) -> int:
+        return int(self._config.engine_args.get("pipeline_parallel_size", 1))
+
     def _arguments(self) -> dict[str, Any]:
         """Engine arguments that the role's config says."""
         context, config = self.context, self.context.model
         folder = str(self._engine.folder)
-        stages = self._config.engine_args.get("pipeline_parallel_size", 1)
         arguments = {
             "model": config.path,
             "tokenizer": folder,
@@ -332,7 +344,7 @@ class VllmInfer(HoldsWeights, InferenceStrategy):
             "dtype": config.dtype,
             "trust_remote_code": config.trust_remote_code,
             "seed": context.seed % 2**32,
-            "tensor_parallel_size": context.config.num_gpus_per_worker // stages,
+            "tensor_parallel_size": context.config.num_gpus_per_worker // self._stages,
         }
         if self._adds_adapters:
             assert config.lora is not None, "it has adapters"

@@ -10,7 +10,7 @@ import pytest
 from roll_td.config import vllm
 from roll_td.config.base import WorkerConfig
 from roll_td.config.judges import JudgeConfig, judge_problems
-from roll_td.config.model import LoraConfig, ModelConfig
+from roll_td.config.model import GenerationConfig, LoraConfig, ModelConfig
 from roll_td.config.rewards import RewardArgs
 from roll_td.config.schema import ConfigError
 from roll_td.config.strategies import StrategyArgs
@@ -123,6 +123,21 @@ def test_an_engine_goes_with_its_devices_and_its_model() -> None:
     (problem,) = told(ModelConfig(path="m.gguf", lora=LoraConfig()), lora="adapters")
     assert problem.startswith(said)
     assert list(vllm.engine_problems(WorkerConfig(world_size=1), trained)) == []
+
+
+def test_it_samples_at_some_temperatures() -> None:
+    def told(temperature: float, strategy: str = "vllm") -> list[str]:
+        generation = GenerationConfig(temperature=temperature)
+        role = WorkerConfig(
+            device_mapping=[0], strategy_args=StrategyArgs(strategy), generation=generation
+        )
+        return [str(problem) for problem in vllm.engine_problems(role, ModelConfig())]
+
+    assert [told(fine) for fine in (0, 0.01, 1, 2)] == [[]] * 4
+    said = ": vLLM samples at 0 and from 0.01 to 2; set one of these"
+    assert told(0.001) == [f"generation.temperature=0.001{said}"]
+    assert told(2.5) == [f"generation.temperature=2.5{said}"]
+    assert told(0.001, "hf_infer") == []
 
 
 def test_a_judge_has_room_for_its_questions() -> None:
