@@ -108,6 +108,7 @@ def test_grpo_learns(tmp_path: Path) -> None:
     assert mean(rewards[:3]) < 0.2 and mean(rewards[-3:]) > 0.6, rewards
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_adapters_learn_as_merged_ones_do_and_go_on_after_a_stop(tmp_path: Path) -> None:
     """Cut after two steps a run ends bit for bit as undisturbed."""
@@ -187,6 +188,7 @@ def write_answers(
     return config
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_one_by_one_its_answers_are_those_of_hf_infer(tmp_path: Path) -> None:
     """Greedy, over four updates, by an engine on two devices."""
