@@ -201,7 +201,8 @@ class RLVRConfig(TextConfig):
             args: FunctionArgs = getattr(self.algorithm, key)
             if args.row is not None or args.own_problems():
                 continue
-            for column in set(columns_of(import_object(args.path))) & set(lacking):
+            needed = columns_of(import_object(args.path))
+            for column in [column for column in lacking if column in needed]:
                 rule, fix = f"needs {column}, which no role computes", f"set {lacking[column]}"
                 yield Problem(f"algorithm.{key}.name", repr(args.name), rule, fix)
 

@@ -18,7 +18,7 @@ from roll_td import models
 from roll_td.config.model import GenerationConfig
 from roll_td.config.schema import ConfigError
 from roll_td.config.strategies import VllmConfig
-from roll_td.config.vllm import temperature_problems
+from roll_td.config.vllm import engine_problems, temperature_problems
 from roll_td.platform import physical_device
 from roll_td.protocol import DataProto
 from roll_td.strategies import sampling, states
@@ -76,21 +76,18 @@ class VllmInfer(HoldsWeights, InferenceStrategy):
         """Start the engine, and give it the weights of the model, without LoRA: they come merged,
         or the adapters alone.
 
-        ValueError for an engine argument that vLLM doesn't know or can't use (ConfigError), or for
-        lora=adapters without any; RuntimeError for what else it can't start with.
+        ConfigError for settings of the engine that vLLM doesn't know, or that don't go with devices
+        or model; ValueError for what it refuses itself; RuntimeError for what else it can't start
+        with.
         """
         context, config = self.context, self.context.model
-        args = context.config.strategy_args
-        if args is not None and (problems := args.further_problems()):
-            key = f"{context.role}.strategy_args.strategy_config"
-            raise ConfigError([problem.under(key) for problem in problems])
+        problems = list(engine_problems(context.config, config))
+        if (args := context.config.strategy_args) is not None:
+            further = args.further_problems() or []
+            problems += [problem.under("strategy_args.strategy_config") for problem in further]
+        if problems:
+            raise ConfigError([problem.under(context.role) for problem in problems])
         self._owner = f"role {context.role}, worker {context.rank_info.rank}"
-        if self._adds_adapters and (config.path is None or config.path.endswith(".gguf")):
-            raise ValueError(
-                f"role {context.role}: with lora=adapters vLLM reads the model itself, and "
-                f"model.path={config.path} is no folder and no name on the hub; set "
-                "strategy_config.lora: merged"
-            )
         # it imports vLLM while the model is loaded here
         self._engine = EngineProcess(self._owner, self._environment())
         if not self._adds_adapters:
